@@ -1,14 +1,12 @@
-"""Train the ten networks of quantizer_choice.py for a short time, with several kinds of copies and numbers of bits.
+"""Train the ten networks of quantizer_choice.py for a short time, with several numbers of bits and kinds of copies.
 
-    python benchmarks/quantizer_training.py            # several hours on 2 cores
+    python benchmarks/quantizer_training.py            # two hours on 2 cores
     python benchmarks/quantizer_training.py --seeds 2 --arms exact "2 bits" --networks Llama
     python benchmarks/quantizer_training.py --quick    # a few steps of each arm, to check that it works
 
 An arm is one setting. All arms of a seed have the same initial parameters and the same batches, with one exception: the
 arm "other batches" is exact training with other batches, and shows how much a final loss depends on chance. The final
 loss is the loss on held-out data. Activations have 3 bits (ReLU 1). Runs whose results are stored are not repeated.
-The stored results have one seed of all arms, a second seed of the arms of the first table in docs/decisions/0017, and a
-third seed of Llama with 2 bits.
 
 Writes results/quantizer_training.* (a row for each run) and quantizer_training_summary.* (a row for each network and
 arm: the mean final loss minus that of exact training with the same seed).
@@ -29,33 +27,18 @@ import torch
 
 import fewbit
 
-STEPS, SEEDS = 400, 3
+STEPS, SEEDS = 400, 2
 OTHER_BATCHES = 10**5
 """The difference between the numbers of batches of the arm "other batches" and those of all other arms."""
-ATTENTION = (
-    "demo's transformer",
-    "GPT-2",
-    "Llama",
-    "BERT",
-    "BERT, attention written out",
-    "ViT on digits",
-)
-GATED = "Llama"
-"""The network whose MLPs are gated units. In the arm "2 bits, gates 4", their factors have 4 bits instead of 2."""
 ARMS = {
     "exact": None,
     "other batches": None,
     "4 bits": {"bits": 4},
-    "3 bits": {"bits": 3},
     "2 bits": {"bits": 2},
     "1 bit": {"bits": 1},
     "2 bits, uniform": {"bits": 2, "layers": {"quantizer": "uniform"}},
     "1 bit, uniform": {"bits": 1, "layers": {"quantizer": "uniform"}},
-    "2 bits, attention 2": {"bits": 2, "layers": {"attention_bits": 2}},
-    "2 bits, attention 3": {"bits": 2, "layers": {"attention_bits": 3}},
-    "2 bits, gates 4": {"bits": 2, "overrides": {"*.mlp": {"bits": 4}, "*.mlp.*": {"bits": 2}}},
     "adaptive, 2 bits": {"bits": fewbit.AdaptiveBits(2)},
-    "adaptive, 1.25 bits": {"bits": fewbit.AdaptiveBits(1.25)},
 }
 """The arguments of `compress_` for each arm; None for exact training."""
 
@@ -152,8 +135,6 @@ def main():
         for seed in range(1 if arguments.quick else arguments.seeds)
         for network in arguments.networks
         for arm in arguments.arms
-        if ("attention" not in arm or network in ATTENTION)
-        and ("gates" not in arm or network == GATED)
     ]
     steps = 3 if arguments.quick else STEPS
     about = harness.machine("torch", "transformers") | {"fewbit": fewbit.__version__}

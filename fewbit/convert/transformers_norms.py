@@ -139,11 +139,10 @@ class _RMSNorm(SavingFunction):
         scale = scale_of(weight, form.offset)
         y, rstd = form.forward(x, scale, eps)
         needs_x = ctx.needs_input_grad[0]
-        ctx.dtype, ctx.offset = x.dtype, form.offset
+        ctx.offset = form.offset
         inner = x.shape[-1] if x.is_contiguous() else None
         first, second = save_copies(x, None, rstd, inner, number_of_copies, quantizer, (-1,))
         share_result(quantizer, y, first, scale, None)
-        ctx.weight_dtype = None if weight is None else weight.dtype
         weight, rstd = (weight, rstd) if needs_x else (None, None)
         return copies.keep(ctx, y, weight=weight, rstd=rstd, x=first, x2=second)
 
@@ -156,9 +155,9 @@ class _RMSNorm(SavingFunction):
         grad, grad_x, grad_weight = grad.to(first.dtype), None, None
         if needs_x:
             g = grad if weight is None else grad * scale_of(weight, ctx.offset).to(first.dtype)
-            grad_x = input_gradient(g, first, second, rstd, -1, centered=False).to(ctx.dtype)
+            grad_x = input_gradient(g, first, second, rstd, -1, centered=False)
         if needs_weight:
-            grad_weight = sums.over_rows(grad * first).to(ctx.weight_dtype)
+            grad_weight = sums.over_rows(grad * first)
         return grad_x, grad_weight, None, None, None, None
 
 

@@ -395,15 +395,14 @@ def pointwise(
 
     Only the input gets a gradient. If the input needs none, the callable simply runs.
 
-    In eager mode the parameters, buffers and numbers that the callable uses may change between calls; docs/concepts/runtime.md
-    says which changes are noticed. Compiled code uses the table with which it was compiled, whatever changes later.
+    The table is made when the callable is first used, and stays as it is. If numbers that the callable uses change later, pass
+    another object, such as `functools.partial(function)`.
 
     Args:
         input: A floating tensor of any shape and strides.
         function: A callable, or module, that takes a tensor and returns a tensor.
         bits: Bits per code, 1 to 8, or None to run the callable with torch's own derivative.
-        table: The table to use. By default each process makes its own table at the first call, and again if the
-            callable's results have changed. The docstring of `fewbit.solve` describes the callables for which tables
+        table: The table to use. By default each process makes its own table at the first call. The docstring of `fewbit.solve` describes the callables for which tables
             can be made. Pass a table to use the same table in all processes.
 
     Returns:

@@ -192,9 +192,7 @@ class _BatchNorm(SavingFunction):
                 viewed, *vectors, True, momentum, eps, cudnn
             )
         ctx.view, ctx.eps, ctx.dtype = view, eps, x.dtype
-        needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
-        ctx.bias_dtype = bias.dtype if needs_bias else None
-        if needs_x or needs_weight:
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[4]:
             ctx.inner = _channel_stride(x) if view == x.shape else math.prod(x.shape[2:])
             placed = [_of_channels(stat, view, x.shape) for stat in (mean, rstd)]
             statistics = *placed, ctx.inner
@@ -229,11 +227,11 @@ class _BatchNorm(SavingFunction):
             if grads is None:
                 grads = _dequantized_gradients(ctx, grad, kept)
             grad_x, grad_weight, grad_bias = grads
-            grad_x = grad_x.to(ctx.dtype).reshape(spec.size) if needs_x else None
-            grad_weight = grad_weight.to(weight.dtype) if needs_weight else None
+            grad_x = grad_x.reshape(spec.size) if needs_x else None
+            grad_weight = grad_weight if needs_weight else None
+            grad_bias = grad_bias if needs_bias else None
         elif needs_bias:
             grad_bias = sums.over_channels(grad)
-        grad_bias = grad_bias.to(ctx.bias_dtype) if needs_bias else None
         return grad_x, None, None, None, grad_weight, grad_bias, None, None, None, None
 
 

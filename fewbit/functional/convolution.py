@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.format import sums
-from fewbit.runtime.interop.autocast import as_torch_casts
+from fewbit.runtime.interop.autocast import with_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import (
@@ -241,11 +241,10 @@ def _by_torch(dims, x, weight, bias, stride, padding, dilation, transposed, outp
 class _Convolution(SavingFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, settings, quantizer):
-        with as_torch_casts():
-            y = _by_torch(weight.dim() - 2, x, weight, bias, *settings)
+        y = with_torch_casts(_by_torch, weight.dim() - 2, x, weight, bias, *settings)
         ctx.settings = settings
         ctx.size = tuple(x.shape)
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.has_bias = bias is not None
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         saved = quantizer.quantize_or_reuse(x, (1 - x.dim(),), needs_x) if needs_weight else None
         # The weight's gradient needs the weight too, for its shape.
@@ -256,18 +255,13 @@ class _Convolution(SavingFunction):
         kept = copies.Kept(ctx)
         needs = ctx.needs_input_grad[:3]
         if not (needs[0] or needs[1]):
-            return None, None, sums.over_channels(grad).to(ctx.dtypes[2]), None, None
+            return None, None, sums.over_channels(grad), None, None
         if needs[1]:
             x = kept.values("x", grad.dtype)
         else:
             x = grad.new_zeros(()).expand(ctx.size)  # only its shape matters
-        bias_size = None if ctx.dtypes[2] is None else [grad.shape[1]]
+        bias_size = [grad.shape[1]] if ctx.has_bias else None
         grads = torch.ops.aten.convolution_backward(
-            grad, x, kept.tensor("weight").to(grad.dtype), bias_size, *ctx.settings, needs
+            grad, x, kept.tensor("weight", grad.dtype), bias_size, *ctx.settings, needs
         )
-        pairs = zip(grads, ctx.dtypes, strict=True)
-        return (
-            *(result if result is None else result.to(dtype) for result, dtype in pairs),
-            None,
-            None,
-        )
+        return *grads, None, None

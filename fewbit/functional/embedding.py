@@ -63,11 +63,11 @@ class _Embedding(SavingFunction):
             padding_idx = -1
         elif padding_idx < 0:
             padding_idx += rows
-        ctx.dtype, ctx.arguments = weight.dtype, (rows, padding_idx, scale_grad_by_freq, sparse)
+        ctx.arguments = rows, padding_idx, scale_grad_by_freq, sparse
         return copies.keep(ctx, y, indices=saved)
 
     @staticmethod
     def backward(ctx, grad):
         indices = copies.Kept(ctx).values("indices")
         grad = torch.ops.aten.embedding_backward(grad, indices, *ctx.arguments)
-        return None, grad.to(ctx.dtype), None, None, None
+        return None, grad, None, None, None

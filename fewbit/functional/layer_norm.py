@@ -277,9 +277,8 @@ class _LayerNorm(SavingFunction):
     @staticmethod
     def forward(ctx, x, shape, weight, bias, eps, number_of_copies, quantizer):
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-        ctx.shape, ctx.dtype = shape, x.dtype
-        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        ctx.bias_dtype = bias.dtype if needs_bias else None
+        ctx.shape = shape
+        needs_x, _, needs_weight, *_ = ctx.needs_input_grad
         if not (needs_x or needs_weight):
             return y
         ctx.inner = math.prod(shape) if x.is_contiguous() else None
@@ -308,12 +307,8 @@ class _LayerNorm(SavingFunction):
                 dims = tuple(range(-len(ctx.shape), 0))
                 g = weighted(grad, weight).to(rstd.dtype)
                 grad_x = input_gradient(g, *dequantize_copies(kept), rstd, dims)
-            grad_x = None if grad_x is None else grad_x.to(ctx.dtype)
-            grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        if needs_bias:
-            if grad_bias is None:
-                grad_bias = sums.over_rows(grad, len(ctx.shape))
-            grad_bias = grad_bias.to(ctx.bias_dtype)
+        if needs_bias and grad_bias is None:
+            grad_bias = sums.over_rows(grad, len(ctx.shape))
         return grad_x, None, grad_weight, grad_bias, None, None, None
 
 
@@ -344,7 +339,7 @@ class _RMSNorm(SavingFunction):
     @staticmethod
     def forward(ctx, x, shape, weight, eps, number_of_copies, quantizer):
         y, rstd = _fused_rms_norm(x, shape, weight, eps)
-        ctx.shape, ctx.dtype = shape, x.dtype
+        ctx.shape = shape
         ctx.inner = math.prod(shape) if x.is_contiguous() else None
         settings = number_of_copies, quantizer, _last(shape)
         first, second = save_copies(x, None, rstd, ctx.inner, *settings)
@@ -368,9 +363,9 @@ class _RMSNorm(SavingFunction):
         if needs_x:
             dims = tuple(range(-len(ctx.shape), 0))
             g = weighted(grad, weight)
-            grad_x = input_gradient(g, first, second, rstd, dims, centered=False).to(ctx.dtype)
+            grad_x = input_gradient(g, first, second, rstd, dims, centered=False)
         if needs_weight:
-            grad_weight = sums.over_rows(grad * first, len(ctx.shape)).to(weight.dtype)
+            grad_weight = sums.over_rows(grad * first, len(ctx.shape))
         return grad_x, None, grad_weight, None, None, None
 
 
@@ -385,9 +380,8 @@ class _GroupNorm(SavingFunction):
         y, mean, rstd = torch.native_group_norm(
             x.contiguous(memory_format=format), weight, bias, *ctx.sizes, eps
         )
-        ctx.format, ctx.dtype = format, x.dtype
-        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        ctx.bias_dtype = bias.dtype if needs_bias else None
+        ctx.format = format
+        needs_x, _, needs_weight, *_ = ctx.needs_input_grad
         if not (needs_x or needs_weight):
             return y
         ctx.by_group = x.is_contiguous() and is_plain(x) and not _has_policy(quantizer)
@@ -423,11 +417,9 @@ class _GroupNorm(SavingFunction):
                 values = dequantize_copies(kept)
                 grad_x = _group_gradient(ctx.sizes, grad, *values, rstd, weight)
                 grad_x = grad_x.contiguous(memory_format=format)
-            grad_x = grad_x.to(ctx.dtype) if needs_x else None
-            grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        if needs_bias:
-            grad_bias = sums.over_channels(grad) if grad_bias is None else grad_bias
-            grad_bias = grad_bias.to(ctx.bias_dtype)
+            grad_x = grad_x if needs_x else None
+        if needs_bias and grad_bias is None:
+            grad_bias = sums.over_channels(grad)
         return grad_x, None, grad_weight, grad_bias, None, None, None
 
 

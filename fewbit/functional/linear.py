@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.format import layout, sums
-from fewbit.runtime.interop.autocast import as_torch_casts
+from fewbit.runtime.interop.autocast import with_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, check_tensors, overrides_functions
 from fewbit.runtime.parallel import shards
@@ -119,9 +119,7 @@ def bilinear(
 class _Linear(SavingFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, quantizer):
-        with as_torch_casts():
-            y = layout.unviewed(torch_functional.linear(x, weight, bias))
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        y = layout.unviewed(with_torch_casts(torch_functional.linear, x, weight, bias))
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         saved = quantizer.quantize_or_reuse(x, (-1,), needs_x) if needs_weight else None
         y = copies.keep(ctx, y, weight=weight if needs_x else None, x=saved)
@@ -135,18 +133,14 @@ class _Linear(SavingFunction):
     @staticmethod
     def backward(ctx, grad):
         kept = copies.Kept(ctx)
-        dtype_x, dtype_weight, dtype_bias = ctx.dtypes
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        grad_x = grad_weight = grad_bias = None
-        if needs_x:
-            grad_x = (grad @ kept.tensor("weight").to(grad.dtype)).to(dtype_x)
         rows = sums.rows(grad)
-        if needs_weight:
-            x = kept.values("x", grad.dtype)
-            grad_weight = (rows.t() @ sums.rows(x)).to(dtype_weight)
-        if needs_bias:
-            grad_bias = rows.sum(0).to(dtype_bias)
-        return grad_x, grad_weight, grad_bias, None
+        return (
+            grad @ kept.tensor("weight", grad.dtype) if needs_x else None,
+            rows.t() @ sums.rows(kept.values("x", grad.dtype)) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+            None,
+        )
 
 
 def _again(x, weight, bias=None):
@@ -174,30 +168,22 @@ def _is_frozen_and_quantized(weight) -> bool:
 class _LinearOfQuantizedWeight(SavingFunction):
     @staticmethod
     def forward(ctx, x, weight, bias):
-        with as_torch_casts():
-            y = torch_functional.linear(x, weight, bias)
-        ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+        y = with_torch_casts(torch_functional.linear, x, weight, bias)
         return copies.keep(ctx, y, weight=weight if ctx.needs_input_grad[0] else None)
 
     @staticmethod
     def backward(ctx, grad):
         weight = copies.Kept(ctx).tensor("weight")
-        dtype_x, dtype_bias = ctx.dtypes
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight.dequantize().to(grad.dtype)).to(dtype_x)
-        if ctx.needs_input_grad[2]:
-            grad_bias = sums.rows(grad).sum(0).to(dtype_bias)
-        return grad_x, None, grad_bias
+        needs_x, _, needs_bias = ctx.needs_input_grad
+        grad_x = grad @ weight.dequantize().to(grad.dtype) if needs_x else None
+        return grad_x, None, sums.rows(grad).sum(0) if needs_bias else None
 
 
 class _Bilinear(SavingFunction):
     @staticmethod
     def forward(ctx, x1, x2, weight, bias, quantizer):
-        with as_torch_casts():
-            y = layout.unviewed(torch_functional.bilinear(x1, x2, weight, bias))
+        y = layout.unviewed(with_torch_casts(torch_functional.bilinear, x1, x2, weight, bias))
         needs_1, needs_2, needs_weight, *_ = ctx.needs_input_grad
-        ctx.dtypes = x1.dtype, x2.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.sizes = tuple(x1.shape), tuple(x2.shape)
         first = quantizer.quantize(x1, features=(-1,)) if needs_2 or needs_weight else None
         second = (
@@ -214,7 +200,6 @@ class _Bilinear(SavingFunction):
         x1, x2 = kept.values("x1", grad.dtype), kept.values("x2", grad.dtype)
         weight = kept.tensor("weight")
         needs_1, needs_2, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        dtype1, dtype2, dtype_weight, dtype_bias = ctx.dtypes
         rows = sums.rows(grad)
         x1, x2 = (x if x is None else sums.rows(x) for x in (x1, x2))
         grad1 = grad2 = grad_weight = grad_bias = None
@@ -224,13 +209,12 @@ class _Bilinear(SavingFunction):
         # (N, 1, 1, J), summed over I and J.
         if needs_1:
             grad1 = torch._trilinear(rows, weight, x2, (2, 3), (0,), (1, 2), (1, 3))
-            grad1 = grad1.reshape(ctx.sizes[0]).to(dtype1)
+            grad1 = grad1.reshape(ctx.sizes[0])
         if needs_2:
             grad2 = torch._trilinear(x1, weight, rows, (1, 3), (0,), (2, 3), (1, 2))
-            grad2 = grad2.reshape(ctx.sizes[1]).to(dtype2)
+            grad2 = grad2.reshape(ctx.sizes[1])
         if needs_weight:
             grad_weight = torch._trilinear(x1, rows, x2, (1, 3), (2, 3), (1, 2), (0,))
-            grad_weight = grad_weight.to(dtype_weight)
         if needs_bias:
-            grad_bias = rows.sum(0).to(dtype_bias)
+            grad_bias = rows.sum(0)
         return grad1, grad2, grad_weight, grad_bias, None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.format import sums
-from fewbit.runtime.interop.autocast import as_torch_casts
+from fewbit.runtime.interop.autocast import with_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.random_replay import replayed, state_of
 from fewbit.runtime.quantizers import copies, integers
@@ -62,10 +62,8 @@ def prelu(
 class _PReLU(SavingFunction):
     @staticmethod
     def forward(ctx, x, weight, quantizer):
-        with as_torch_casts():
-            y = torch_functional.prelu(x, weight)
+        y = with_torch_casts(torch_functional.prelu, x, weight)
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        ctx.dtypes = x.dtype, weight.dtype
         ctx.shape = tuple(weight.shape)
         cast = x.to(y.dtype)
         sign = integers.pack(cast > 0, 2) if needs_x else None
@@ -84,8 +82,8 @@ class _PReLU(SavingFunction):
             # fused.
             is_traced = torch.compiler.is_compiling()
             positive = positive > 0 if is_traced else positive.view(torch.bool)
-            slope = _broadcast(kept.tensor("weight").to(grad.dtype), grad)
-            grad_x = torch.where(positive, grad, slope * grad).to(ctx.dtypes[0])
+            slope = _broadcast(kept.tensor("weight", grad.dtype), grad)
+            grad_x = torch.where(positive, grad, slope * grad)
         if needs_weight:
             product = kept.values("negative", grad.dtype) * grad
             if positive is not None:
@@ -94,7 +92,7 @@ class _PReLU(SavingFunction):
                 product = product.masked_fill_(positive, 0)
             is_one = ctx.shape in ((), (1,))
             total = product.sum() if is_one else sums.over_channels(product)
-            grad_weight = total.reshape(ctx.shape).to(ctx.dtypes[1])
+            grad_weight = total.reshape(ctx.shape)
         return grad_x, grad_weight, None
 
 

@@ -39,7 +39,7 @@ from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.errors import InputError
 from fewbit.functional.activations import relu
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
-from fewbit.runtime.interop.autocast import as_torch_casts
+from fewbit.runtime.interop.autocast import with_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import check_tensors
 from fewbit.runtime.parallel import shards
@@ -167,8 +167,7 @@ class _Product(SavingFunction):
 class _Matmul(_Product):
     @staticmethod
     def forward(ctx, a, b, quantizer):
-        with as_torch_casts():
-            y = torch.matmul(a, b)
+        y = with_torch_casts(torch.matmul, a, b)
         return _Product.save(ctx, y, a, b, partial(quantize_factor, quantizer))
 
     @staticmethod

@@ -107,14 +107,14 @@ class _Softmax(SavingFunction):
     def forward(ctx, x, dim, dtype, quantizer):
         y = torch_functional.softmax(x, dim, dtype=dtype)
         saved = quantize_softmax(quantizer, y)
-        ctx.dim, ctx.dtype = dim, x.dtype
+        ctx.dim = dim
         return copies.keep(ctx, y, y=saved)
 
     @staticmethod
     def backward(ctx, grad):
         y = copies.Kept(ctx).values("y", grad.dtype)
         grad = torch._softmax_backward_data(grad, y, ctx.dim, grad.dtype)
-        return grad.to(ctx.dtype), None, None, None
+        return grad, None, None, None
 
 
 class _LogSoftmax(SavingFunction):
@@ -122,7 +122,7 @@ class _LogSoftmax(SavingFunction):
     def forward(ctx, x, dim, dtype, quantizer):
         y = torch_functional.log_softmax(x, dim, dtype=dtype)
         saved = quantizer.quantize(y.exp(), shared=False, usual=UNIFORM)
-        ctx.dim, ctx.dtype = dim, x.dtype
+        ctx.dim = dim
         return copies.keep(ctx, y, probabilities=saved)
 
     @staticmethod
@@ -130,4 +130,4 @@ class _LogSoftmax(SavingFunction):
         total = grad.sum(ctx.dim, keepdim=True)
         # Not in place, because with batched gradients `total` has a batch dimension that the other factor lacks.
         product = copies.Kept(ctx).values("probabilities", grad.dtype) * total
-        return torch.sub(grad, product).to(ctx.dtype), None, None, None
+        return torch.sub(grad, product), None, None, None

@@ -79,14 +79,14 @@ def _guarded(forward, name):
         # Every layer runs this code, so it calls few functions.
         if Guarded not in type(self).__mro__:
             return type(self).forward(self, *args, **kwargs)
-        if kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
+        if kwargs or not args or args[1:] or type(args[0]) is not torch.Tensor:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, Proxy) and isinstance(value.tracer, Tracer):
                     path = value.tracer.path_of_module(self)
                     return value.tracer.create_proxy("call_module", path, args, kwargs)
         # With parametrizations, an access to a weight calls modules.
         calls_others = self.calls_others or not is_own or "parametrizations" in self._modules
-        if calls_others or not torch._C._len_torch_function_stack():
+        if calls_others:
             return forward(self, *args, **kwargs)
         return run_outside(forward, self, *args, **kwargs)
 

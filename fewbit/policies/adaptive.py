@@ -16,36 +16,23 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from fewbit.config import KINDS, MAX_BITS, MIN_BITS, UNIFORM
+from fewbit.config import UNIFORM
 from fewbit.policies.allocation import allocate
 from fewbit.policies.allocation_report import Allocated, Allocation
 from fewbit.policies.probing import ProbingPolicy
 from fewbit.policies.records import (
     Record,
-    entry,
-    keyed,
+    capped,
+    check_layer,
     mean,
     merge_by_key,
+    merged_by,
     rounded_mean,
-    vector,
     vector_sum,
 )
 from fewbit.policies.unobserved import FORGOTTEN
 from fewbit.runtime.format.distortion import BITS, relative_distortion
 from fewbit.runtime.probes.variance_probe import SPREAD, VarianceProbe
-from fewbit.schema.shapes import (
-    MOST_ELEMENTS,
-    MOST_SLOTS,
-    capped,
-    check_layer,
-    choice,
-    entries,
-    flag,
-    optional,
-    real,
-    text,
-    whole,
-)
 
 MOMENTUM = 0.5
 """The weight of the earlier sensitivity in the average of the earlier and the newly measured sensitivity."""
@@ -76,19 +63,24 @@ class SlotVariance(Record):
         missed: the number of measurements since the slot was last measured.
     """
 
-    name: str = entry(text)
-    input: int = entry(whole(0, MOST_SLOTS - 1))
-    bits: float = entry(real(MIN_BITS, MAX_BITS), mean)
-    is_fixed: bool = entry(flag, any)
-    is_known: bool = entry(flag, all)
-    elements: int = entry(whole(0, MOST_ELEMENTS), sum)
-    samples: int = entry(whole(0, MOST_ELEMENTS), rounded_mean)
-    sensitivity: float = entry(real(), sum)
-    at_one: float = entry(real(), sum)
-    weight: float = entry(real(), mean)
-    spread: tuple[float, ...] | None = entry(optional(vector(real(), SPREAD, SPREAD)), vector_sum)
-    missed: int = entry(whole(0, FORGOTTEN), default=0)
-    quantizer: str = entry(choice(*KINDS), default=UNIFORM)
+    name: str
+    input: int
+    bits: float = merged_by(mean)
+    is_fixed: bool = merged_by(any)
+    is_known: bool = merged_by(all)
+    elements: int = merged_by(sum)
+    samples: int = merged_by(rounded_mean)
+    sensitivity: float = merged_by(sum)
+    at_one: float = merged_by(sum)
+    weight: float = merged_by(mean)
+    spread: tuple[float, ...] | None = merged_by(vector_sum)
+    missed: int = 0
+    quantizer: str = UNIFORM
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The name of the slot."""
+        return self.name, self.input
 
     def is_adjustable(self) -> bool:
         """Return whether the policy chooses the slot's bits: the user gave no bits, and all gradients were measured."""
@@ -125,14 +117,6 @@ class SlotVariance(Record):
         )
 
 
-def _slot_of(made: SlotVariance) -> tuple[str, int]:
-    return made.name, made.input
-
-
-SLOTS = keyed(SlotVariance.read, _slot_of, "every input of a layer once")
-"""A function that checks the list of slots in a controller's state, and returns {slot: `SlotVariance`}."""
-
-
 @dataclass(frozen=True)
 class VarianceKnowledge(Record):
     """All that an `AdaptivePolicy` has learned.
@@ -146,12 +130,10 @@ class VarianceKnowledge(Record):
         slots: the measurements of each slot by (layer, number of the input), in the order of the forward pass.
     """
 
-    budget: int | None = entry(optional(whole(1)))
-    bits: float = entry(real(MIN_BITS, MAX_BITS))
-    sizes: tuple[tuple[str, int, int], ...] | None = entry(
-        optional(vector(entries(text, whole(0, MOST_SLOTS - 1), whole(0, MOST_ELEMENTS))))
-    )
-    slots: dict[tuple[str, int], SlotVariance] = entry(SLOTS, key="variables")
+    budget: int | None
+    bits: float
+    sizes: tuple[tuple[str, int, int], ...] | None
+    slots: dict[tuple[str, int], SlotVariance]
 
 
 class SlotVarianceProbe(VarianceProbe):
@@ -203,7 +185,7 @@ class AdaptivePolicy(ProbingPolicy):
 
     kind = "AdaptiveBits"
     Knowledge = VarianceKnowledge
-    RESULT_SHAPE = staticmethod(SLOTS)
+    Result = dict[tuple[str, int], SlotVariance]
 
     def __init__(
         self,
@@ -220,7 +202,7 @@ class AdaptivePolicy(ProbingPolicy):
         """Return {"allocation": table of the bits of each saved tensor}. `BitPolicy.tables` explains the arguments."""
         rows = (
             Allocated(
-                *_slot_of(slot),
+                *slot.key,
                 slot.bits,
                 slot.is_fixed,
                 slot.elements,

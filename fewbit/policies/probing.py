@@ -17,29 +17,17 @@ import torch
 
 from fewbit.errors import InputError
 from fewbit.policies.processes import gather, groups_of, is_capturing, lag_of
-from fewbit.policies.records import Record, plain
+from fewbit.policies.records import Record, check_layer, plain, read, read_fields
 from fewbit.policies.schedule import PATIENCE, Schedule
 from fewbit.policies.unobserved import Unobserved
 from fewbit.runtime.interop.module_calls import PATH
 from fewbit.runtime.saved.assignment import BitAssignment
 from fewbit.runtime.saved.bit_policy import SAMPLES, BitPolicy, wrong_state
-from fewbit.schema.shapes import (
-    MOST_STEPS,
-    Shape,
-    capped,
-    check_layer,
-    choice,
-    flag,
-    optional,
-    record,
-    text,
-    whole,
-)
 from fewbit.text import shorten
 
 VERSION = 1
-RESULT = {"path": text, "since": whole(), "is_summed": flag}
-"""The entries of a state that describe a pending result, each with the function that checks the entry."""
+_ENTRIES = "policy", "version", "settings", "schedule", "knowledge", "pending"
+"""The entries of a state, besides those about numbered samples."""
 
 
 @dataclass
@@ -120,8 +108,7 @@ class ProbingPolicy(BitPolicy):
     """A policy that measures some forward passes and learns from the measurements.
 
     A probe is the object that measures one forward and backward pass. A subclass sets two attributes. `Knowledge` is
-    the `Record` class of all that the policy learns. `RESULT_SHAPE` is a function that checks the pending result in a
-    controller's state. A subclass implements `new_probe`, `learn`, `adopt`, `fit` and `merge`, and may override
+    the `Record` class of all that the policy learns. `Result` is the type of a probe's result (`records.read`). A subclass implements `new_probe`, `learn`, `adopt`, `fit` and `merge`, and may override
     `apply_to`.
 
     Args:
@@ -132,11 +119,8 @@ class ProbingPolicy(BitPolicy):
         knowledge: the knowledge before the first measurement.
     """
 
-    name: str | None = None
-    """The entry "policy" of this policy's states, or None if they have no such entry."""
     Knowledge: type[Record]
-    RESULT_SHAPE: Shape
-    """A function that checks a pending result in a state, and returns the result."""
+    Result: type
 
     def __init__(self, bits: float, names: Iterable[str], interval: int, knowledge: Record):
         super().__init__(bits)
@@ -324,7 +308,7 @@ class ProbingPolicy(BitPolicy):
     # -- State ---------------------------------------------------------------------------------------------------
 
     def settings(self) -> dict:
-        """Return the settings on which the policy's bits depend, as entries of a state."""
+        """Return the settings on which the policy's bits depend, as an entry of a state."""
         return {}
 
     def state_dict(self) -> dict:
@@ -336,69 +320,56 @@ class ProbingPolicy(BitPolicy):
         """
         with self._lock:
             run = self._loaded if self._run is None else self._run.pending()
-        has_result = run is not None
-        return {
-            **self.settings(),
-            **super().state_dict(),
-            "version": VERSION,
-            **self.schedule.capped().to_plain(),
-            **self.knowledge.to_plain(),
-            "pending": plain(run.result) if has_result else None,
-            "path": run.path if has_result else "",
-            "since": capped(run.since, MOST_STEPS) if has_result else 0,
-            "is_summed": has_result and run.is_merged,
-        }
+        pending = None
+        if run is not None:
+            pending = {"path": run.path, "since": run.since, "is_merged": run.is_merged}
+            pending["result"] = plain(run.result)
+        values = plain(self.schedule), plain(self.knowledge), pending
+        own = self.kind, VERSION, self.settings(), *values
+        return {**dict(zip(_ENTRIES, own, strict=True)), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping) -> None:
         """Continue from a state. The policy keeps its own settings, and chooses bits from the knowledge in the state.
 
         Args:
-            state: the result of `state_dict`. The whole state is checked before the policy changes.
+            state: the result of `state_dict`. The types of all entries are checked before the policy changes.
 
         Raises:
-            InputError: the state is from another policy or model, or has invalid entries.
+            InputError: the state is from another policy or model, or has entries of other types.
         """
         self._check_kind(state)
-        own = {key: value for key, value in state.items() if key not in SAMPLES}
-        shapes = {
-            **self.setting_shapes(),
-            "version": choice(VERSION),
-            **Schedule.shapes(),
-            **self.Knowledge.shapes(),
-            "pending": optional(self.RESULT_SHAPE),
-            **RESULT,
-        }
-        found = record(**shapes)(own, "")
-        schedule = Schedule.from_entries(found)
+        schedule = read_fields(Schedule, state["schedule"], "schedule")
         for path in schedule.turns:
             check_layer(path, self._layers, "module")
-        loaded = self._read_result(found, schedule.step)
-        knowledge = self.fit(self.Knowledge.from_entries(found), found)
+        loaded = self._read_result(state["pending"])
+        knowledge = read_fields(self.Knowledge, state["knowledge"], "knowledge")
+        knowledge = self.fit(knowledge, state["settings"])
         super().load_state_dict({key: state[key] for key in SAMPLES if key in state})
         with self._lock:
             self._roll_back((schedule, loaded, knowledge))
 
-    def setting_shapes(self) -> dict[str, Shape]:
-        """Return {name: function that checks the entry in a state} for each entry of `settings`."""
-        return {}
-
     def _check_kind(self, state: Mapping) -> None:
         """Raise InputError unless the state is from this kind of policy, and of this version."""
-        name = state.get("policy") if "version" in state else None
-        is_own = name is None if self.name is None else isinstance(name, str) and name == self.name
-        if "version" not in state or not is_own:
+        if state.get("policy") != self.kind:
             raise wrong_state(self.kind, state)
-        version = state["version"]
-        if type(version) is not int or version != VERSION:
+        if state.get("version") != VERSION:
             raise InputError(
                 f"expected version {VERSION} of a controller's state, as its state_dict() gave it, "
-                f"got {shorten(version)}"
+                f"got {shorten(state.get('version'))}"
+            )
+        missing = [name for name in _ENTRIES if name not in state]
+        if missing or state.keys() - {*_ENTRIES, *SAMPLES}:
+            raise InputError(
+                f"expected the entries {', '.join(_ENTRIES)} of a controller's state, got {shorten(list(state))}"
             )
 
-    def _read_result(self, found: Mapping, step: int) -> ProbeRun | None:
-        if found["pending"] is None:
+    def _read_result(self, pending) -> ProbeRun | None:
+        if pending is None:
             return None
+        kinds = {"path": str, "since": int, "is_merged": bool, "result": self.Result}
+        found = {
+            name: read(kind, pending.get(name), f"pending.{name}") for name, kind in kinds.items()
+        }
         check_layer(found["path"], self._layers, "module")
-        since = whole(0, step + 1)(found["since"], "since")
-        self.check_result(found["pending"])
-        return ProbeRun(found["path"], since, result=found["pending"], is_merged=found["is_summed"])
+        self.check_result(found["result"])
+        return ProbeRun(**found)

@@ -1,18 +1,23 @@
 """Records: frozen dataclasses that can be stored in a controller's state and merged over processes.
 
-Each field is declared once, with its shape and a rule for merging. A shape (`fewbit.schema.shapes`) is a function that
-checks one entry of a state and returns the field's value. Conversion to plain values, validation and merging of a
-record follow from these declarations.
+A state consists of plain numbers, strings, lists and dictionaries. `plain` makes it from a record, and `read` makes the record
+from it again, by the types of the record's fields.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field, fields
-from typing import Self
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, field, fields
+from functools import cache
+from typing import Self, get_args, get_origin, get_type_hints
 
-from fewbit.schema.shapes import MOST_ROWS, Shape, entries, listed, record, wrong
+from fewbit.errors import InputError
+from fewbit.text import shorten
+
+MOST = 1e100
+"""The largest squared norm of a gradient. The product of two such numbers fits float64."""
+_EXPECTED = {bool: "true or false", int: "a whole number", str: "a string"}
 
 
 def first(values: list):
@@ -66,60 +71,26 @@ def merge_by_key(values: list[Mapping]) -> dict:
     return {key: type(records[0]).merged(records) for key, records in by_key.items()}
 
 
-def entry(shape: Shape, merge: Callable[[list], object] = first, key: str = "", **options):
-    """Return a dataclass field for a record.
-
-    Args:
-        shape: a function that checks the field's entry in a state and returns the field's value
-            (`fewbit.schema.shapes`).
-        merge: a function that makes one value from the list of the values of all processes.
-        key: the key of the field's entry in a state, if it differs from the field's name.
-        options: further arguments of `dataclasses.field`.
-    """
-    return field(metadata={"shape": shape, "merge": merge, "key": key}, **options)
+def merged_by(merge: Callable[[list], object], default=MISSING, **options):
+    """Return a dataclass field whose values in all processes become one value: merge([value of each process])."""
+    return field(metadata={"merge": merge}, default=default, **options)
 
 
 class Record:
-    """The base of dataclasses whose fields are made with `entry`."""
+    """The base of dataclasses that are parts of a state. A field without `merged_by` has the first process's value."""
 
-    def to_plain(self) -> dict:
-        """Return the record as entries of a state: plain numbers, strings, lists and dictionaries."""
-        return {_key(item): plain(getattr(self, item.name)) for item in fields(self)}
-
-    @classmethod
-    def shapes(cls) -> dict[str, Shape]:
-        """Return the shape of each entry, by the entry's key."""
-        return {_key(item): item.metadata["shape"] for item in fields(cls)}
-
-    @classmethod
-    def from_entries(cls, values: Mapping, where: str = "") -> Self:
-        """Make a record from entries that its `shapes` have checked.
-
-        Args:
-            values: the entries by key. Entries with other keys than the record's are ignored.
-            where: the text with which the messages of errors begin.
-        """
-        made = cls(**{item.name: values[_key(item)] for item in fields(cls)})
-        made.check(where)
-        return made
-
-    @classmethod
-    def read(cls, value, where: str) -> Self:
-        """Check the plain form of a record in a state, and return the record. This method is itself a shape.
-
-        Raises:
-            InputError: the value is not the plain form of a valid record. The message begins with `where`.
-        """
-        return cls.from_entries(record(**cls.shapes())(value, where), where)
-
-    def check(self, where: str) -> None:
-        """Raise InputError if fields contradict each other. The message begins with `where`."""
+    @property
+    def key(self):
+        """The key of the record in a mapping of records."""
+        raise NotImplementedError
 
     @classmethod
     def merged(cls, records: list[Self]) -> Self:
         """Merge the records of all processes about one thing, such as a slot, in rank order, into one record."""
         merged = {
-            item.name: item.metadata["merge"]([getattr(made, item.name) for made in records])
+            item.name: item.metadata.get("merge", first)(
+                [getattr(made, item.name) for made in records]
+            )
             for item in fields(cls)
         }
         return cls(**merged)
@@ -131,7 +102,7 @@ def plain(value):
     A mapping becomes the list of its values. Its keys are not stored, because they follow from the values.
     """
     if isinstance(value, Record):
-        return value.to_plain()
+        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
         return [plain(item) for item in value.values()]
     if isinstance(value, tuple | list):
@@ -139,50 +110,81 @@ def plain(value):
     return value
 
 
-def vector(shape: Shape, least: int = 0, most: int = MOST_ROWS) -> Shape:
-    """Return the shape of a list with `least` to `most` entries. The field's value is a tuple.
+_types_of = cache(get_type_hints)
+
+
+def read(kind, value, where: str = ""):
+    """Return a value of a type from what `plain` has made of it.
 
     Args:
-        shape: the shape of one entry of the list.
-        least: the fewest entries.
-        most: the most entries.
+        kind: the type, as it is annotated: a number, a string, a `Record`, a NamedTuple, a tuple, a mapping from keys to records, or
+            one of these or None.
+        value: the entry of a state.
+        where: the place of the entry in the state, such as "slots[3].bits".
+
+    Raises:
+        InputError: the entry has another type, an entry is missing or left over, or a number is not finite.
     """
-    check = listed(shape, least, most)
-    return lambda value, where: tuple(check(value, where))
+    origin, inner = get_origin(kind), get_args(kind)
+    if type(None) in inner:
+        return None if value is None else read(inner[0], value, where)
+    if origin is None and issubclass(kind, Record):
+        return read_fields(kind, value, where)
+    if kind is float:
+        if type(value) in (int, float) and abs(value) < math.inf:
+            return float(value)
+        raise wrong(where, "a finite number", value)
+    if kind in _EXPECTED:
+        if type(value) is kind:
+            return value
+        raise wrong(where, _EXPECTED[kind], value)
+    if not isinstance(value, list | tuple):
+        raise wrong(where, "a list", value)
+    if origin is tuple:
+        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+    elif origin is None:
+        kinds = tuple(_types_of(kind).values())
+    else:
+        kinds = inner[1:] * len(value)
+    if len(kinds) != len(value):
+        raise wrong(where, f"a list of {len(kinds)} entries", value)
+    parts = [
+        read(part, entry, f"{where}[{i}]")
+        for i, (part, entry) in enumerate(zip(kinds, value, strict=True))
+    ]
+    if origin is tuple:
+        return tuple(parts)
+    return kind(*parts) if origin is None else {part.key: part for part in parts}
 
 
-def named_tuple(cls: type, *shapes: Shape) -> Shape:
-    """Return the shape of a list with one entry for each field of a NamedTuple. The field's value is such a tuple.
+def read_fields(kind: type[Record], value, where: str = "") -> Record:
+    """Return a record from what `plain` has made of it; see `read`."""
+    types = {item.name: _types_of(kind)[item.name] for item in fields(kind)}
+    if not isinstance(value, Mapping) or value.keys() != types.keys():
+        raise wrong(where or "state", f"the entries {', '.join(types)}", value)
+    prefix = f"{where}." if where else ""
+    return kind(**{name: read(part, value[name], prefix + name) for name, part in types.items()})
+
+
+def wrong(where: str, expected: str, got) -> InputError:
+    """Return the InputError for an invalid entry of a state."""
+    return InputError(f"{where}: expected {expected}, got {shorten(got)}")
+
+
+def check_layer(name: str, names, kind: str = "layer") -> None:
+    """Raise InputError if a state contains a name that the model lacks.
 
     Args:
-        cls: the NamedTuple.
-        shapes: the shape of each entry.
+        name: The name in the state.
+        names: The names of the model's layers or modules.
+        kind: The noun before the name in the message, such as "layer".
     """
-    check = entries(*shapes)
-    return lambda value, where: cls(*check(value, where))
+    if name not in names:
+        raise InputError(
+            f"expected the state of this model's controller, got one with a {kind} {shorten(name)}, which it lacks"
+        )
 
 
-def keyed(shape: Shape, key: Callable, expected: str) -> Shape:
-    """Return the shape of a list of records. The field's value is a mapping from keys to the records.
-
-    Args:
-        shape: the shape of one record.
-        key: a function that returns the key of a record.
-        expected: describes the list in the error message for two records with the same key.
-    """
-    check = listed(shape)
-
-    def read(value, where):
-        made: Iterable = check(value, where)
-        found = {}
-        for item in made:
-            if key(item) in found:
-                raise wrong(where, expected, key(item))
-            found[key(item)] = item
-        return found
-
-    return read
-
-
-def _key(item) -> str:
-    return item.metadata["key"] or item.name
+def capped(value: float, most: float = MOST) -> float:
+    """Return the smaller of a number and the largest one that is stored."""
+    return min(value, most)

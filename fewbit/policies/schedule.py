@@ -6,11 +6,10 @@ call of one of these modules, that is one forward pass in training.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from fewbit.policies.records import Record, entry, keyed, named_tuple
-from fewbit.schema.shapes import MOST_STEPS, capped, flag, text, whole, wrong
+from fewbit.policies.records import Record
 
 PATIENCE = 16
 """The number of steps for which a measurement waits for its backward pass, or for the module whose turn is next."""
@@ -23,9 +22,10 @@ class Turn(NamedTuple):
     latest: int
     measured: int
 
-
-def _path_of(turn: Turn) -> str:
-    return turn.path
+    @property
+    def key(self) -> str:
+        """The path."""
+        return self.path
 
 
 @dataclass(frozen=True)
@@ -39,26 +39,9 @@ class Schedule(Record):
         turns: one `Turn` for each module that the training loop calls, by the module's path.
     """
 
-    step: int = entry(whole(), default=0)
-    is_due: bool = entry(flag, key="due", default=False)
-    turns: dict[str, Turn] = entry(
-        keyed(named_tuple(Turn, text, whole(), whole()), _path_of, "each module once"),
-        default_factory=dict,
-    )
-
-    def capped(self) -> Schedule:
-        """Return the schedule with step numbers capped at the largest number that a state may hold."""
-        turns = {
-            path: Turn(path, capped(turn.latest, MOST_STEPS), capped(turn.measured, MOST_STEPS))
-            for path, turn in self.turns.items()
-        }
-        return replace(self, step=capped(self.step, MOST_STEPS), turns=turns)
-
-    def check(self, where: str) -> None:
-        """Raise InputError unless each module has latest measurement <= latest call <= present step."""
-        for i, turn in enumerate(self.turns.values()):
-            if not turn.measured <= turn.latest <= self.step:
-                raise wrong(f"turns[{i}]", f"steps in order up to {self.step}", tuple(turn))
+    step: int = 0
+    is_due: bool = False
+    turns: dict[str, Turn] = field(default_factory=dict)
 
     def after_step(self, path: str, interval: int) -> Schedule:
         """Return the schedule after a forward pass of the module at `path` has begun.

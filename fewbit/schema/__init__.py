@@ -1,7 +1,6 @@
 """Untrusted JSON documents: limits that are checked before parsing, JSON Schemas, and validators with one-line errors.
 
-Tables, results and the states of controllers (the objects that `compress_` returns) are read with these. This folder
-may import the files in the root of the package. It does not import torch.
+Tables and results are read with these. This folder may import the files in the root of the package. It does not import torch.
 """
 
 from __future__ import annotations

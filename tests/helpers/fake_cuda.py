@@ -80,6 +80,7 @@ class FakeCuda(TorchDispatchMode):
         methods = {
             "device": property(lambda x: DEVICE if self.has(x) else _device(x)),
             "is_cuda": property(lambda x: self.has(x)),
+            "is_cpu": property(lambda x: not self.has(x)),
             "to": lambda x, *args, **kw: self._move(x, *args, **kw),
             "cpu": lambda x: x.to(_CPU),
             "tolist": lambda x: self._as_list(x),

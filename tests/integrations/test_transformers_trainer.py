@@ -150,10 +150,10 @@ def test_a_second_training_continues_with_the_same_controller(tmp_path):
     run = trainer(tmp_path, callback)
     controller = callback.controller
     run.train()
-    step = controller.state_dict()["step"]
+    step = controller.state_dict()["schedule"]["step"]
     run.train()
     assert callback.controller is controller
-    assert controller.state_dict()["step"] == step + 4
+    assert controller.state_dict()["schedule"]["step"] == step + 4
     again = trainer(tmp_path, callback, run.model)
     assert callback.controller is controller and again.model is run.model
 

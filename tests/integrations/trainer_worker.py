@@ -29,7 +29,7 @@ def train(folder, seed, resume_from_checkpoint=None):
     trainer.train(resume_from_checkpoint=resume_from_checkpoint)
     assert isinstance(trainer.model_wrapped, DistributedDataParallel)
     allocation = callback.controller.allocation
-    assert callback.controller.state_dict()["step"] == 5 and len(allocation) > 0
+    assert callback.controller.state_dict()["schedule"]["step"] == 5 and len(allocation) > 0
     return weights(trainer.model), allocation.records()
 
 

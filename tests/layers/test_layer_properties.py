@@ -151,8 +151,9 @@ def test_values_and_gradients_are_torchs(device, layer):
             ours, theirs = exact_pair(layer, device, dtype, **options)
             rounding = EPS * torch.finfo(dtype).eps
             limits = rounding if layer.has_copies else layer.limits(theirs, dtype)
-            # With two copies the formula is written out, and its layout follows its operands'.
-            has_strides = not options and layer.name != "einsum, one tensor"
+            # Where the formula is written out, the layout follows that of the operands.
+            is_written = layer.name.startswith(("einsum, one", "scaled_dot_product_attention"))
+            has_strides = not options and not is_written
             check(layer, ours, theirs, layer.inputs(device, dtype), limits, has_strides)
 
 

@@ -2,7 +2,6 @@
 
 import contextvars
 import functools
-import threading
 
 import numpy as np
 import pytest
@@ -74,98 +73,24 @@ def test_a_callable_whose_parameters_need_a_gradient_is_refused(table):
     assert torch.autograd.grad(y.sum(), holds[0].beta)[0] is not None
 
 
-class Equal:
-    """A callable that equals all of its kind, and has no hash."""
-
-    def __init__(self, beta):
-        self.beta = beta
-
-    def __eq__(self, other):
-        return isinstance(other, Equal)
-
-    __hash__ = None
-
-    def __call__(self, x):
-        return x * torch.sigmoid(self.beta * x)
-
-
-def changed(module, value):
-    with torch.no_grad():
-        module.beta.fill_(value)
-
-
-def frozen(value):
-    return torch.nn.Parameter(torch.tensor(value), requires_grad=False)
-
-
-class Wide:
-    """A callable with a tensor that is too large to be compared by value."""
-
-    def __init__(self, beta):
-        self.beta = torch.full((1000,), beta)
-
-    def __call__(self, x):
-        return x * torch.sigmoid(self.beta[0] * x)
-
-
-class Unseen:
-    """A callable with a NumPy array, which has no version counter that shows changes, and a lock, which has no attributes."""
-
-    def __init__(self, beta):
-        self.lock, self.beta = threading.RLock(), np.full(1, beta)
-
-    def __call__(self, x):
-        return x * torch.sigmoid(float(self.beta[0]) * x)
-
-
-def enclosing(beta):
-    def function(x):
-        return x * torch.sigmoid(beta * x)
-
-    def change(value):
-        nonlocal beta
-        beta = value
-
-    function.change = change
-    return function
-
-
-BETA = 1.0
-
-
-def with_a_global(beta):
-    globals().update(BETA=beta)
-    return lambda x: x * torch.sigmoid(BETA * x)
-
-
-CHANGES = {
-    "parameter": (Swish, changed),
-    "data": (Swish, lambda module, value: module.beta.data.fill_(value)),
-    "attribute": (Equal, lambda function, value: setattr(function, "beta", value)),
-    "replaced": (Swish, lambda module, value: setattr(module, "beta", frozen(value))),
-    "numpy": (Swish, lambda module, value: module.beta.numpy().fill(value)),
-    "large": (Wide, lambda function, value: function.beta.fill_(value)),
-    "enclosed": (enclosing, lambda function, value: function.change(value)),
-    "global": (with_a_global, lambda function, value: globals().update(BETA=value)),
-    "unseen": (Unseen, lambda function, value: function.beta.fill(value)),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CHANGES)
-def test_the_table_of_a_callable_follows_its_values(kind):
-    make, change = CHANGES[kind]
-    function, x = make(1.0), leaf(normal((2000,)))
+def test_the_table_of_a_callable_stays_as_it_is(solutions):
+    module, x = Swish(1.0), leaf(normal((200,)))
 
-    def error(function):
-        ours = torch.autograd.grad(F.pointwise(x, function, bits=2).sum(), x)[0]
-        theirs = torch.autograd.grad(function(x).sum(), x)[0]
-        return float((ours - theirs).norm() / theirs.norm())
+    def slope(function):
+        return torch.autograd.grad(F.pointwise(x, function, bits=4).sum(), x)[0]
 
-    assert error(function) < 0.3
-    change(function, -3.0)
-    assert error(function) < 0.3
-    assert error(make(1.0)) < 0.3  # also of another object, which may compare equal
+    before = slope(module)
+    with torch.no_grad():
+        module.beta.fill_(-3.0)
+    assert same(slope(module), before) and len(solutions) == 1
+    exact = torch.autograd.grad(module(x).sum(), x)[0]
+    assert relative(slope(functools.partial(module)), exact) < 0.1 and len(solutions) == 2
+    assert (
+        relative(slope(swish_of(-3.0)), exact) < 0.1
+        and relative(slope(swish_of(1.0)), before) < 0.1
+    )
+    assert len(solutions) == 4
 
 
 class Counting(Swish):
@@ -234,23 +159,10 @@ def test_a_callable_is_called_once_in_each_forward(table):
     assert Counting.calls == 3 and shapes == 3 * [(50,)]
 
 
-def test_a_change_that_leaves_the_values_alone_solves_no_table(solutions):
-    module, x = Swish(1.25), leaf(normal((4,)))
-    module.other = torch.nn.Parameter(torch.ones(100), requires_grad=False)
-    for _ in range(3):
-        F.pointwise(x, module, bits=1)
-        changed_version = module.other._version
-        module.other.add_(1.0)
-        assert module.other._version > changed_version
-    assert len(solutions) == 1
-
-
 def test_a_table_of_a_callable_in_and_outside_of_autocast(solutions):
     weight = torch.tensor([[2.0]])
-    array = np.ones(3)  # its state is not seen: the values are compared
 
     def function(x):
-        assert len(array) == 3
         return torch.tanh(torch.nn.functional.linear(x[..., None], weight.to(x.dtype))[..., 0])
 
     x = leaf(normal((50,)))

@@ -169,37 +169,46 @@ def after_two_steps():
     return model, controller
 
 
-def changed(state, key, value):
-    """Return the state with another value in its first variable."""
-    first, *others = state["variables"]
-    return {**state, "variables": [{**first, key: value}, *others]}
+def edited(state, path, value):
+    """Return a copy of the state with another value at a path of keys; without the entry if the value is `edited`."""
+    state = copy.deepcopy(state)
+    inside = state
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = value
+    if value is edited:
+        del inside[path[-1]]
+    return state
+
+
+SLOT = "knowledge", "slots", 0
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("path", "value", "message"),
     [
-        (lambda state: [], "got list"),
-        (lambda state: {**state, "version": None}, "expected version 1 of a controller's state, as its state_dict() gave it, got None"),
-        (lambda state: {**state, "step": -1}, "step: expected a whole number from 0 to 9007199254740992, got -1"),
-        (lambda state: {**state, "variables": [{}]}, "variables[0].name: expected a value, got none"),
-        (lambda state: changed(state, "name", "99"), "got one with a layer '99', which it lacks"),
-        (lambda state: changed(state, "bits", 100), "variables[0].bits: expected a number from 1 to 8, got 100"),
-        (lambda state: changed(state, "sensitivity", float("inf")), "variables[0].sensitivity: expected a number from 0 to 1e+100, got inf"),
-        (lambda state: changed(state, "quantizer", "round"), "variables[0].quantizer: expected 'rotated' or 'uniform'"),
-        (lambda state: changed(state, "spread", [1.0]), "variables[0].spread: expected a list of 16 entries, got 1"),
-        (lambda state: changed(state, "is_fixed", 1), "variables[0].is_fixed: expected true or false, got 1"),
-        (lambda state: {**state, "variables": [*state["variables"], state["variables"][0]]}, "every input of a layer once"),
-        (lambda state: {**state, "turns": [["", 9, 9]]}, "turns[0]: expected steps in order up to 2"),
-        (lambda state: {**state, "bits": 9.0}, "bits: expected a number from 1 to 8, got 9.0"),
-        (lambda state: {**state, "extra": 1}, "state: expected no other field than version, step"),
-        (lambda state: {key: state[key] for key in state if key != "due"}, "due: expected a value, got none"),
+        (("version",), None, "expected version 1 of a controller's state, as its state_dict() gave it, got None"),
+        (("schedule",), edited, "expected the entries policy, version, settings, schedule, knowledge, pending"),
+        (("extra",), 1, "expected the entries policy, version"),
+        (("schedule", "step"), 1.5, "schedule.step: expected a whole number, got 1.5"),
+        (("schedule", "is_due"), edited, "schedule: expected the entries step, is_due, turns, got"),
+        (("schedule", "turns"), [["", 9]], "schedule.turns[0]: expected a list of 3 entries, got ['', 9]"),
+        (("knowledge", "bits"), float("nan"), "knowledge.bits: expected a finite number, got nan"),
+        (("knowledge", "slots"), 3, "knowledge.slots: expected a list, got 3"),
+        (SLOT, {}, "knowledge.slots[0]: expected the entries name, input, bits"),
+        ((*SLOT, "name"), "99", "got one with a layer '99', which it lacks"),
+        ((*SLOT, "name"), 1, "knowledge.slots[0].name: expected a string, got 1"),
+        ((*SLOT, "sensitivity"), "big", "knowledge.slots[0].sensitivity: expected a finite number, got 'big'"),
+        ((*SLOT, "is_fixed"), 1, "knowledge.slots[0].is_fixed: expected true or false, got 1"),
+        ((*SLOT, "spread"), [None], "knowledge.slots[0].spread[0]: expected a finite number, got None"),
+        (("pending",), {"path": ""}, "pending.since: expected a whole number, got None"),
     ],
 )  # fmt: skip
-def test_states_that_are_refused(change, message, after_two_steps):
+def test_states_that_are_refused(path, value, message, after_two_steps):
     _, controller = after_two_steps
     before = controller.state_dict()
     with pytest.raises(InputError) as caught:
-        controller.load_state_dict(change(before))
+        controller.load_state_dict(edited(before, path, value))
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert controller.state_dict() == before
 
@@ -342,11 +351,11 @@ def test_a_budget_resumes_with_the_bits_that_it_came_to():
     for _ in range(3):
         step(model, x)
     state = controller.state_dict()
-    state["bits"] *= 0.9
+    state["knowledge"]["bits"] *= 0.9
     for budget in (60, 40):
         model, other, x = build(bits=fewbit.Budget(f"{budget} KiB"), sample=sample)
         other.load_state_dict(state)
-        assert (other.context.policy.bits == state["bits"]) == (budget == 60)
+        assert (other.context.policy.bits == state["knowledge"]["bits"]) == (budget == 60)
         assert fewbit.saved_bytes(model, sample).total <= budget * 1024
     model, other, x = build(bits=3.5)
     other.load_state_dict(state)

@@ -389,7 +389,7 @@ def test_an_empty_state_of_another_model_is_refused_by_its_modules(bits):
         controller = fewbit.compress_(model, bits, verbose=False)
         getattr(model, names[0])(X), getattr(model, names[1])(X)
         states[names] = controller.state_dict()
-        assert not states[names]["variables"]
+        assert not states[names]["knowledge"]["slots"]
     controller.load_state_dict(states[names])
     before = controller.state_dict()
     with pytest.raises(InputError, match="got one with a module 'head', which it lacks"):

@@ -57,7 +57,7 @@ from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.errors import InputError
 from fewbit.functional.attention import blocks
 from fewbit.runtime.format import layout
-from fewbit.runtime.interop.autocast import as_torch_casts
+from fewbit.runtime.interop.autocast import with_torch_casts
 from fewbit.runtime.interop.bypass import bypass, run_outside
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.random_replay import can_replay, replayed, state_of
@@ -280,11 +280,10 @@ class _Attention(SavingFunction):
         needs = ctx.needs_input_grad[:5]
         state = state_of(query) if how.dropout_p > 0 else None
         if query.is_cuda or needs[3] or needs[4]:
-            with as_torch_casts(), _choosing():
-                results = _attend(query, key, value, mask, bias, how)
+            with _choosing():
+                results = with_torch_casts(_attend, query, key, value, mask, bias, how)
         else:
-            with as_torch_casts():
-                results = _attend(query, key, value, mask, bias, how)
+            results = with_torch_casts(_attend, query, key, value, mask, bias, how)
         results = [y.detach() for y in (results if how.weighed else (results,))]
         ctx.how, ctx.needs, ctx.autocast = how, needs, _autocast(query)
         ctx.shape, ctx.dtype, ctx.device = value.shape, value.dtype, value.device

@@ -12,8 +12,6 @@ _BLOCK = 2**17
 """The number of probabilities that a block should have for each thread, so that they stay in the thread's caches."""
 _BLOCK_QUERIES = 128
 """The number of queries in a block. Causal attention leaves out the keys after the last of them."""
-_LEAST_PROBABILITIES = 2**16
-"""Calls with fewer probabilities get their gradients from torch's own function, bit for bit."""
 
 
 def fits(query, key, value, grad) -> bool:
@@ -24,7 +22,7 @@ def fits(query, key, value, grad) -> bool:
     is_usual = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
     count = math.prod(query.shape[:-1]) * key.shape[-2]
     # The block's products have been compared with torch's own function only with MKL.
-    return is_usual and count >= _LEAST_PROBABILITIES and torch.backends.mkl.is_available()
+    return is_usual and count > 0 and torch.backends.mkl.is_available()
 
 
 def gradients(query, key, value, grad, is_causal: bool, scale: float | None):

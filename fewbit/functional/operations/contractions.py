@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fewbit.functional.products import in_shapes, is_in_memory, is_quantized_product
-from fewbit.runtime.interop.autocast import as_torch_casts
+from fewbit.runtime.interop.autocast import with_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import is_batched
 from fewbit.runtime.parallel.shards import is_distributed
@@ -205,17 +205,12 @@ def _is_parameter(x: Tensor) -> bool:
     return x.requires_grad and is_in_memory(x)
 
 
-def _dtypes(*tensors: Tensor) -> tuple[torch.dtype, ...]:
-    return tuple(each.dtype for each in tensors)
-
-
 class _Einsum(SavingFunction):
     @staticmethod
     def forward(ctx, a, b, of_a, of_b, of_y, quantizer):
-        ctx.terms, ctx.dtypes = (of_a, of_b, of_y), _dtypes(a, b)
-        with as_torch_casts():
-            # A view that a Function returns could not be changed in place.
-            y = torch.einsum(f"{of_a},{of_b}->{of_y}", a, b).data
+        ctx.terms = of_a, of_b, of_y
+        # A view that a Function returns could not be changed in place.
+        y = with_torch_casts(torch.einsum, f"{of_a},{of_b}->{of_y}", a, b).data
         first, second = _saved(a, b, quantizer)
         return copies.keep(ctx, y, a=first, b=second)
 
@@ -224,20 +219,17 @@ class _Einsum(SavingFunction):
         kept = copies.Kept(ctx)
         a, b = kept.values("a", grad.dtype), kept.values("b", grad.dtype)
         of_a, of_b, of_y = ctx.terms
-        (dtype_a, dtype_b), grad_a, grad_b = ctx.dtypes, None, None
-        if ctx.needs_input_grad[0]:
-            grad_a = _product(of_y, of_b, of_a, grad, b).to(dtype_a)
-        if ctx.needs_input_grad[1]:
-            grad_b = _product(of_y, of_a, of_b, grad, a).to(dtype_b)
+        needs_a, needs_b, *_ = ctx.needs_input_grad
+        grad_a = _product(of_y, of_b, of_a, grad, b) if needs_a else None
+        grad_b = _product(of_y, of_a, of_b, grad, a) if needs_b else None
         return grad_a, grad_b, None, None, None, None
 
 
 class _Baddbmm(SavingFunction):
     @staticmethod
     def forward(ctx, x, a, b, beta, alpha, quantizer):
-        ctx.size, ctx.factors, ctx.dtypes = x.shape, (beta, alpha), _dtypes(x, a, b)
-        with as_torch_casts():
-            y = torch.baddbmm(x, a, b, beta=beta, alpha=alpha)
+        ctx.size, ctx.factors = x.shape, (beta, alpha)
+        y = with_torch_casts(torch.baddbmm, x, a, b, beta=beta, alpha=alpha)
         first, second = _saved(a, b, quantizer)
         return copies.keep(ctx, y, a=first, b=second)
 
@@ -246,21 +238,16 @@ class _Baddbmm(SavingFunction):
         kept = copies.Kept(ctx)
         a, b = kept.values("a", grad.dtype), kept.values("b", grad.dtype)
         beta, alpha = ctx.factors
-        dtype_x, dtype_a, dtype_b = ctx.dtypes
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (beta * grad).sum_to_size(ctx.size).to(dtype_x)
+        grad_x = (beta * grad).sum_to_size(ctx.size) if ctx.needs_input_grad[0] else None
         grad = alpha * grad
-        grad_a, grad_b = grad @ b.transpose(-2, -1), a.transpose(-2, -1) @ grad
-        return grad_x, grad_a.to(dtype_a), grad_b.to(dtype_b), None, None, None
+        return grad_x, grad @ b.transpose(-2, -1), a.transpose(-2, -1) @ grad, None, None, None
 
 
 class _Addcmul(SavingFunction):
     @staticmethod
     def forward(ctx, x, a, b, value, quantizer):
         ctx.inputs, ctx.value = [(each.shape, each.dtype) for each in (x, a, b)], value
-        with as_torch_casts():
-            y = torch.addcmul(x, a, b, value=value)
+        y = with_torch_casts(torch.addcmul, x, a, b, value=value)
         first, second = _saved(a, b, quantizer)
         return copies.keep(ctx, y, a=first, b=second)
 

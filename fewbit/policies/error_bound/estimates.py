@@ -13,40 +13,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from fewbit.config import KINDS, UNIFORM
+from fewbit.config import UNIFORM
 from fewbit.policies.error_bound.bits import least_average
 from fewbit.policies.error_bound.formulas import polynomial_error, tolerance
-from fewbit.policies.error_bound.observations import (
-    EXPECTED,
-    MEASURED,
-    MOST_BITS,
-    MOST_PARAMETER,
-    check_parameters,
-    function_name,
-    name_of,
-    parts_of,
-    slot_of,
-)
+from fewbit.policies.error_bound.observations import parts_of
 from fewbit.policies.error_bound.tables import allowed_error
-from fewbit.policies.records import Record, entry, keyed, named_tuple, vector
-from fewbit.policies.unobserved import FORGOTTEN
-from fewbit.runtime.probes.variance_probe import SPREAD
-from fewbit.schema.shapes import (
-    MOST_ELEMENTS,
-    MOST_RATIO,
-    MOST_SLOTS,
-    MOST_WEIGHT,
-    choice,
-    flag,
-    optional,
-    real,
-    text,
-    whole,
-    wrong,
-)
+from fewbit.policies.records import Record
 
 HISTORY = 10
 """The number of latest measurements that count (AC-GC, section 4: the mean or the maximum of the last ten)."""
@@ -93,16 +68,16 @@ class ConstraintEstimate(Record):
         missed: the number of measurements of the saved tensor since the last one with this constraint.
     """
 
-    label: str = entry(text, default="")
-    kind: str = entry(choice(EXPECTED, MEASURED, ""), default="")
-    rows: tuple[Row, ...] = entry(
-        vector(named_tuple(Row, real(), real(0, MOST_RATIO), real(0, MOST_RATIO)), 1, HISTORY),
-        default=(),
-    )
-    pairs: tuple[Pair, ...] = entry(
-        vector(named_tuple(Pair, real(), real()), 0, HISTORY), default=()
-    )
-    missed: int = entry(whole(0, FORGOTTEN), default=0)
+    label: str = ""
+    kind: str = ""
+    rows: tuple[Row, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    missed: int = 0
+
+    @property
+    def key(self) -> str:
+        """The label."""
+        return self.label
 
     def dx2(self, e2: float, window: str) -> float:
         """Return the largest mean squared error of the saved tensor that this constraint allows.
@@ -118,10 +93,6 @@ class ConstraintEstimate(Record):
         if window == "max":
             _, first2, second2 = map(max, zip(*self.rows, strict=True))
         return polynomial_error(tolerance(e2, v2), math.sqrt(first2), math.sqrt(second2))
-
-
-def _label_of(estimate: ConstraintEstimate) -> str:
-    return estimate.label
 
 
 @dataclass(frozen=True)
@@ -141,41 +112,25 @@ class TensorEstimate(Record):
         quantizer: the kind of the copies that the group quantizer makes for the slot.
     """
 
-    name: str = entry(text)
-    input: int = entry(whole(0, MOST_SLOTS - 1))
-    average: float = entry(real(0, MOST_BITS))
-    is_fixed: bool = entry(flag)
-    is_known: bool = entry(flag)
-    elements: int = entry(whole(0, MOST_ELEMENTS))
-    samples: int = entry(whole(0, MOST_ELEMENTS))
-    dtype_bytes: int = entry(whole(1, 16))
-    spreads: tuple[tuple[float, ...], ...] = entry(
-        vector(vector(real(), 1, SPREAD), 1, HISTORY), default=()
-    )
-    weights: tuple[float, ...] | None = entry(
-        optional(vector(real(0, MOST_WEIGHT), 1)), default=None
-    )
-    weighed: int = entry(whole(0, HISTORY), default=0)
-    constraints: Mapping[str, ConstraintEstimate] = entry(
-        keyed(ConstraintEstimate.read, _label_of, "different labels"),
-        key="demands",
-        default_factory=dict,
-    )
-    missed: int = entry(whole(0, FORGOTTEN), default=0)
-    quantizer: str = entry(choice(*KINDS), default=UNIFORM)
+    name: str
+    input: int
+    average: float
+    is_fixed: bool
+    is_known: bool
+    elements: int
+    samples: int
+    dtype_bytes: int
+    spreads: tuple[tuple[float, ...], ...] = ()
+    weights: tuple[float, ...] | None = None
+    weighed: int = 0
+    constraints: Mapping[str, ConstraintEstimate] = field(default_factory=dict)
+    missed: int = 0
+    quantizer: str = UNIFORM
 
-    def check(self, where: str) -> None:
-        """Raise InputError if fields contradict each other.
-
-        The last tuple in `spreads` must have `parts_of(samples)` numbers. `weighed` must be 0 exactly if `weights` is
-        None.
-        """
-        parts, last = parts_of(self.samples), len(self.spreads[-1])
-        if last != parts:
-            raise wrong(f"{where}.spreads", f"{parts} entries in the last one", last)
-        if (self.weights is None) != (self.weighed == 0):
-            expected = "0 without weights, and more with them"
-            raise wrong(f"{where}.weighed", expected, self.weighed)
+    @property
+    def key(self) -> tuple[str, int]:
+        """The name of the slot."""
+        return self.name, self.input
 
     def unmonitored(self) -> TensorEstimate:
         """Return the estimate without the measurements of the monitor (`monitor.py`)."""
@@ -260,17 +215,16 @@ class TensorEstimate(Record):
 class ActivationEstimate(Record):
     """All that is known of one few-bit activation: its function, and squared norms from the last measurements."""
 
-    name: str = entry(text)
-    function: str = entry(function_name)
-    parameters: tuple[float, ...] = entry(vector(real(-MOST_PARAMETER, MOST_PARAMETER), 0, 8))
-    rows: tuple[ActivationRow, ...] = entry(
-        vector(named_tuple(ActivationRow, real(), real()), 1, HISTORY)
-    )
-    missed: int = entry(whole(0, FORGOTTEN), default=0)
+    name: str
+    function: str
+    parameters: tuple[float, ...]
+    rows: tuple[ActivationRow, ...]
+    missed: int = 0
 
-    def check(self, where: str) -> None:
-        """Raise InputError if the function does not take these parameters."""
-        check_parameters(self.function, self.parameters, f"{where}.parameters")
+    @property
+    def key(self) -> str:
+        """The activation's name."""
+        return self.name
 
     def allowed(self, e2: float, window: str) -> float:
         """Return the largest error of the activation's table that the bound on the input's gradient allows.
@@ -299,16 +253,10 @@ class BoundKnowledge(Record):
         has_warned: whether the user was warned that gradients exceed the bound.
     """
 
-    slots: Mapping[tuple[str, int], TensorEstimate] = entry(
-        keyed(TensorEstimate.read, slot_of, "every input of a layer once"),
-        key="variables",
-        default_factory=dict,
-    )
-    activations: Mapping[str, ActivationEstimate] = entry(
-        keyed(ActivationEstimate.read, name_of, "different names"), default_factory=dict
-    )
-    next: int = entry(whole(), default=0)
-    has_warned: bool = entry(flag, default=False)
+    slots: Mapping[tuple[str, int], TensorEstimate] = field(default_factory=dict)
+    activations: Mapping[str, ActivationEstimate] = field(default_factory=dict)
+    next: int = 0
+    has_warned: bool = False
 
 
 def is_of_parameter(label: str) -> bool:

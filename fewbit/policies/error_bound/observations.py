@@ -20,42 +20,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fewbit import functions
-from fewbit.config import KINDS, UNIFORM
-from fewbit.errors import FunctionError, InputError
+from fewbit.config import UNIFORM
 from fewbit.policies.records import (
     Record,
-    entry,
-    keyed,
     mean,
     merge_by_key,
-    named_tuple,
+    merged_by,
     root_sum_square,
     rounded_mean,
-    vector,
     vector_mean,
     vector_sum,
 )
 from fewbit.runtime.probes.variance_probe import SPREAD
-from fewbit.schema.shapes import (
-    MOST_ELEMENTS,
-    MOST_SLOTS,
-    MOST_WEIGHT,
-    choice,
-    flag,
-    optional,
-    real,
-    text,
-    whole,
-    wrong,
-)
 
 EXPECTED, MEASURED = "in expectation", "measured"
 """Kinds of constraints: D follows from a formula, or was measured with noise."""
-MOST_BITS = 64
-"""The largest number of bits of an element, including elements that are saved exactly."""
-MOST_PARAMETER = 1e6
-"""The largest absolute value of a parameter of an activation function."""
 
 
 def merged_kind(kinds: list[str]) -> str:
@@ -80,11 +59,11 @@ class GradientConstraint(Record):
         second: the coefficient of dx^2.
     """
 
-    label: str = entry(text)
-    kind: str = entry(choice(EXPECTED, MEASURED, ""), merged_kind)
-    v2: float = entry(real(), sum)
-    first: float = entry(real(), root_sum_square)
-    second: float = entry(real(), root_sum_square, default=0.0)
+    label: str
+    kind: str = merged_by(merged_kind)
+    v2: float = merged_by(sum)
+    first: float = merged_by(root_sum_square)
+    second: float = merged_by(root_sum_square, 0.0)
 
 
 class MonitoredNorms(NamedTuple):
@@ -135,60 +114,30 @@ class TensorNorms(Record):
         quantizer: the kind of the copies that the group quantizer makes for the slot.
     """
 
-    name: str = entry(text)
-    input: int = entry(whole(0, MOST_SLOTS - 1))
-    average: float = entry(real(0, MOST_BITS), mean)
-    is_fixed: bool = entry(flag, any)
-    elements: int = entry(whole(0, MOST_ELEMENTS), sum, default=0)
-    samples: int = entry(whole(0, MOST_ELEMENTS), rounded_mean, default=0)
-    squares: tuple[float, ...] = entry(vector(real(), 1, SPREAD), vector_sum, default=())
-    error2: float = entry(real(), default=0.0)
-    dtype_bytes: int = entry(whole(1, 16), rounded_mean, default=4)
-    constraints: tuple[GradientConstraint, ...] = entry(
-        vector(GradientConstraint.read), merge_constraints, key="demands", default=()
-    )
-    channel_weights: tuple[float, ...] | None = entry(
-        optional(vector(real(0, MOST_WEIGHT), 1)), vector_mean, default=None
-    )
-    is_known: bool = entry(flag, all, default=True)
-    monitored: tuple[MonitoredNorms, ...] = entry(
-        vector(named_tuple(MonitoredNorms, text, real(), real())), merge_monitored, default=()
-    )
-    quantizer: str = entry(choice(*KINDS), default=UNIFORM)
+    name: str
+    input: int
+    average: float = merged_by(mean)
+    is_fixed: bool = merged_by(any)
+    elements: int = merged_by(sum, 0)
+    samples: int = merged_by(rounded_mean, 0)
+    squares: tuple[float, ...] = merged_by(vector_sum, ())
+    error2: float = 0.0
+    dtype_bytes: int = merged_by(rounded_mean, 4)
+    constraints: tuple[GradientConstraint, ...] = merged_by(merge_constraints, ())
+    channel_weights: tuple[float, ...] | None = merged_by(vector_mean, None)
+    is_known: bool = merged_by(all, True)
+    monitored: tuple[MonitoredNorms, ...] = merged_by(merge_monitored, ())
+    quantizer: str = UNIFORM
 
-    def check(self, where: str) -> None:
-        """Raise InputError if `squares` has fewer numbers than the parts into which the samples are divided."""
-        parts = parts_of(self.samples)
-        if len(self.squares) < parts:
-            raise wrong(f"{where}.squares", f"at least {parts} entries", len(self.squares))
+    @property
+    def key(self) -> tuple[str, int]:
+        """The name of the slot."""
+        return self.name, self.input
 
 
 def parts_of(samples: int) -> int:
     """Return the number of parts into which samples are divided: as many as samples, at least 1 and at most SPREAD."""
     return min(samples, SPREAD) or 1
-
-
-def function_name(value, where: str) -> str:
-    """Return `value`, the name of a function in `fewbit.functions`.
-
-    Raises:
-        InputError: `value` is not such a name. The message begins with `where`.
-    """
-    name = text(value, where)
-    if name not in functions.names():
-        raise wrong(where, "the name of a function that fewbit has", value)
-    return name
-
-
-def check_parameters(function: str, values: tuple[float, ...], where: str) -> None:
-    """Raise InputError if the function does not take these parameters. The message begins with `where`."""
-    names = functions.get(function).parameters
-    if len(values) != len(names):
-        raise wrong(where, f"{len(names)} of {function}", list(values))
-    try:
-        functions.get(function, dict(zip(names, values, strict=True)))
-    except FunctionError as error:
-        raise InputError(f"{where}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -203,42 +152,24 @@ class ActivationNorms(Record):
         grad2: the squared norm of the result's gradient, summed over calls.
     """
 
-    name: str = entry(text)
-    function: str = entry(function_name)
-    parameters: tuple[float, ...] = entry(
-        vector(real(-MOST_PARAMETER, MOST_PARAMETER), 0, 8), default=()
-    )
-    v2: float = entry(real(), sum, default=0.0)
-    grad2: float = entry(real(), sum, default=0.0)
+    name: str
+    function: str
+    parameters: tuple[float, ...] = ()
+    v2: float = merged_by(sum, 0.0)
+    grad2: float = merged_by(sum, 0.0)
 
-    def check(self, where: str) -> None:
-        """Raise InputError if the function does not take these parameters."""
-        check_parameters(self.function, self.parameters, f"{where}.parameters")
-
-
-def slot_of(made) -> tuple[str, int]:
-    """Return the name of the saved tensor (slot) that a record describes: (layer, number of the layer's input)."""
-    return made.name, made.input
-
-
-def name_of(made) -> str:
-    """Return the name of the activation that a record describes."""
-    return made.name
+    @property
+    def key(self) -> str:
+        """The activation's name."""
+        return self.name
 
 
 @dataclass(frozen=True)
 class ProbeResult(Record):
     """The measurements of saved tensors, by (layer, number of the input), and of activations, by name, in one step."""
 
-    slots: Mapping[tuple[str, int], TensorNorms] = entry(
-        keyed(TensorNorms.read, slot_of, "every input of a layer once"),
-        merge_by_key,
-        key="variables",
-        default_factory=dict,
-    )
-    activations: Mapping[str, ActivationNorms] = entry(
-        keyed(ActivationNorms.read, name_of, "different names"), merge_by_key, default_factory=dict
-    )
+    slots: Mapping[tuple[str, int], TensorNorms] = merged_by(merge_by_key, default_factory=dict)
+    activations: Mapping[str, ActivationNorms] = merged_by(merge_by_key, default_factory=dict)
 
 
 def by_label(constraints: Iterable[GradientConstraint]) -> dict[str, GradientConstraint]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from fewbit.config import MAX_BITS, WINDOWS, ErrorBound
+from fewbit.config import MAX_BITS, ErrorBound
 from fewbit.errors import FewbitError, InputError
 from fewbit.policies.allocation_report import Allocation
 from fewbit.policies.error_bound import monitor
@@ -26,11 +26,10 @@ from fewbit.policies.error_bound.observations import ProbeResult
 from fewbit.policies.error_bound.probe import ErrorBoundProbe
 from fewbit.policies.error_bound.updates import updated, updated_activation, updated_slot
 from fewbit.policies.probing import ProbingPolicy
+from fewbit.policies.records import check_layer
 from fewbit.runtime.format.groups import LEAST_FEATURES
 from fewbit.runtime.saved.assignment import BitAssignment, ChannelWeights
-from fewbit.schema.shapes import Shape, check_layer, choice, real, text
 
-POLICY = "error-bound"
 _SETTINGS = "e2", "window", "codec", "by_channel"
 """The fields of ErrorBound that a state holds."""
 
@@ -46,11 +45,10 @@ class ErrorBoundPolicy(ProbingPolicy):
         given: {name: bits} of few-bit activations whose bits the user gave.
     """
 
-    name = POLICY
     kind = "ErrorBound"
     shares_results = False  # it chooses a codec for each tensor that a layer uses
     Knowledge = BoundKnowledge
-    RESULT_SHAPE = ProbeResult.read
+    Result = ProbeResult
 
     def __init__(
         self,
@@ -195,18 +193,8 @@ class ErrorBoundPolicy(ProbingPolicy):
     # -- State -----------------------------------------------------------------------------------------------
 
     def settings(self) -> dict:
-        """Return the name of the policy and the settings of the configuration, as entries of a state."""
-        return {"policy": POLICY, **{name: getattr(self.bound, name) for name in _SETTINGS}}
-
-    def setting_shapes(self) -> dict[str, Shape]:
-        """Return {name: function that checks the entry in a state} for each entry of `settings`."""
-        return {
-            "policy": choice(POLICY),
-            "e2": real(),
-            "window": choice(*WINDOWS),
-            "codec": text,
-            "by_channel": choice(self.bound.by_channel),
-        }
+        """Return the settings of the configuration on which the bits depend."""
+        return {name: getattr(self.bound, name) for name in _SETTINGS}
 
     def check_result(self, result: ProbeResult) -> None:
         """Raise InputError if a result names a layer that the model does not have."""
@@ -220,6 +208,10 @@ class ErrorBoundPolicy(ProbingPolicy):
         measurements of the monitor are left out too, because they were made with other bits.
         """
         self._check_slots(knowledge)
+        if settings.get("by_channel") != self.bound.by_channel:
+            raise InputError(
+                f"expected the state of a controller with by_channel={self.bound.by_channel}, got another one"
+            )
         taken = {
             name: activation
             for name, activation in knowledge.activations.items()
@@ -230,7 +222,7 @@ class ErrorBoundPolicy(ProbingPolicy):
             choose(knowledge, self.bound, self.given)
         except FewbitError as error:  # no table for the function with these parameters
             raise InputError(f"activations: {error}") from None
-        if any(settings[key] != value for key, value in self.settings().items()):
+        if settings != self.settings():
             slots = {name: slot.unmonitored() for name, slot in knowledge.slots.items()}
             knowledge = replace(knowledge, slots=slots, has_warned=False)
         return knowledge

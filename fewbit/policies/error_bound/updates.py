@@ -21,11 +21,13 @@ from fewbit.policies.error_bound.observations import (
     TensorNorms,
     by_label,
     parts_of,
-    slot_of,
     sums_by_label,
 )
+from fewbit.policies.records import capped
 from fewbit.policies.unobserved import FORGOTTEN
-from fewbit.schema.shapes import MOST_RATIO, capped
+
+MOST_RATIO = 1e250
+"""The largest quotient of two squared norms that is stored."""
 
 
 def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) -> TensorEstimate:
@@ -50,7 +52,7 @@ def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) 
         pairs = zip(weights, now.channel_weights, strict=True)
         weights = tuple(old + (new - old) / weighed for old, new in pairs)
     return TensorEstimate(
-        *slot_of(now),
+        *now.key,
         now.average,
         now.is_fixed,
         now.is_known,

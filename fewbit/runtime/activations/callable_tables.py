@@ -1,9 +1,4 @@
-"""The table of a user's callable: the solver makes it once, and again when the callable has changed.
-
-The state of a callable (`fewbit.runtime.activations.callable_state`) tells whether the callable has changed, without a
-call. If the state has changed or is unknown, the callable is called with 64 numbers, and a new table is made if the
-results have changed.
-"""
+"""The table of a user's callable, which the solver makes when the callable is first used."""
 
 from __future__ import annotations
 
@@ -18,7 +13,6 @@ import torch
 
 from fewbit.catalog import store
 from fewbit.errors import FunctionError
-from fewbit.runtime.activations.callable_state import State, is_same, state_of
 from fewbit.runtime.activations.tables import DEFAULT, text_of
 from fewbit.runtime.interop.bypass import bypass
 from fewbit.runtime.interop.closures import contents
@@ -32,8 +26,6 @@ def callable_encoding_text(
     function, bits: int, table: Table | None, device, dtype, is_plain: bool
 ) -> str:
     """Return the table of a callable, as the text of its encoding, for tensors of the given device and dtype.
-
-    While a CUDA graph is captured, the callable's values cannot be compared, and an existing table is used unchecked.
 
     Args:
         function: the callable.
@@ -51,26 +43,23 @@ def callable_encoding_text(
             _probe(function, device, dtype)
         return text_of(table)
     key = _identity(function), bits, device, dtype
-    found = _solved.get(key)
-    if found is not None:
-        if is_plain and is_same(found.state, state_of(function)):
-            return text_of(found.table)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return text_of(found.table)
-    solved = _apart(device, _solve, found, function, bits, device, dtype)
-    _remember(key, solved)
+    solved = _solved.get(key)
+    if solved is None:
+        solved = _Solved(function, _apart(device, _solve, function, bits, device, dtype))
+        _remember(key, solved)
+    elif not is_plain:
+        _probe(function, device, dtype)
     return text_of(solved.table)
 
 
-def _solve(found: _Solved | None, function, bits, device, dtype) -> _Solved:
-    """Return the callable's table and values. The table is that of `found` if the callable's values are the same."""
+def _solve(function, bits, device, dtype) -> Table:
+    """Return the callable's table."""
     values = _probe(function, device, dtype)
-    if found is not None and _are_equal(found.values, values):
-        table = found.table
-    else:
-        _check_steady(function, values, device, dtype)
-        table = store.load_table(function, bits, **DEFAULT)
-    return _Solved(function, state_of(function), values, table)
+    if not _are_equal(_probe(function, device, dtype), values):
+        raise FunctionError(
+            f"{name_of(function)}: expected a callable that gives finite values, the same at every call, got others"
+        )
+    return store.load_table(function, bits, **DEFAULT)
 
 
 def _apart(device: torch.device, function, *args):
@@ -115,14 +104,9 @@ def check_result(function, result) -> None:
 
 
 class _Solved(NamedTuple):
-    """The table of a callable, with the callable's state and values when the table was made.
-
-    The reference to the callable keeps Python from reusing its id.
-    """
+    """The table of a callable. The reference to the callable keeps Python from reusing its id."""
 
     function: Callable
-    state: State | None
-    values: torch.Tensor
     table: Table
 
 
@@ -136,8 +120,7 @@ def _identity(function) -> tuple:
     """Return a key under which the callable's table is stored.
 
     The key is not the callable's id alone, because Python makes a new object for a method whenever the method is looked
-    up, and for a lambda whenever its line runs. Two callables may have the same key, because the state or the values
-    show that they differ.
+    up, and for a lambda whenever its line runs.
     """
     if isinstance(function, types.MethodType):
         return id(function.__self__), id(function.__func__)
@@ -173,13 +156,6 @@ def _probe(function, device, dtype) -> torch.Tensor:
         values = function(points)
     check_result(function, values)
     return values
-
-
-def _check_steady(function, values, device, dtype) -> None:
-    if not _are_equal(_probe(function, device, dtype), values):
-        raise FunctionError(
-            f"{name_of(function)}: expected a callable that gives finite values, the same at every call, got others"
-        )
 
 
 def _are_equal(values, others) -> bool:

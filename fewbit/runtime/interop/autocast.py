@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
-_NOTHING = nullcontext()
 
-
-def as_torch_casts():
-    """Return a context manager within which torch's functions cast their inputs for autocast, but without a cache.
+def with_torch_casts(function, *args, **kwargs):
+    """Return function(*args, **kwargs) of a function of torch, which casts its inputs for autocast, but without a cache.
 
     autocast's cache holds cast weights. A weight that is cast inside an autograd Function has no autograd graph. If
     other layers got this cast weight from the cache, the parameter would get no gradient from these layers.
@@ -18,8 +16,9 @@ def as_torch_casts():
     """
     # A compiler traces the casts, and its partitioner chooses the tensors to save.
     if torch.compiler.is_dynamo_compiling() or not torch._C._is_any_autocast_enabled():
-        return _NOTHING
-    return _uncached()
+        return function(*args, **kwargs)
+    with _uncached():
+        return function(*args, **kwargs)
 
 
 @contextmanager

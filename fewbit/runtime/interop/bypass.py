@@ -64,18 +64,19 @@ def run_outside(function, *args, **kwargs):
     fewbit's layers call hundreds of methods of tensors. Each call would take a detour through the mode, which would
     replace none of them.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return function(*args, **kwargs)
-    depth = torch._C._len_torch_function_stack()
-    if not depth or ReplacingMode not in type(torch._C._get_function_stack_at(depth - 1)).__mro__:
+    if not torch._C._len_torch_function_stack() or torch.compiler.is_dynamo_compiling():
         return function(*args, **kwargs)
     mode = torch._C._pop_torch_function_stack()
+    is_ours = ReplacingMode in type(mode).__mro__
     try:
-        if mode.is_region:
+        if not is_ours:
+            torch._C._push_on_torch_function_stack(mode)
+        elif mode.is_region:
             return mode.run_layer(function, args, kwargs)
         return function(*args, **kwargs)
     finally:
-        torch._C._push_on_torch_function_stack(mode)
+        if is_ours:
+            torch._C._push_on_torch_function_stack(mode)
 
 
 class ModeHooks:

@@ -91,21 +91,22 @@ def keep(ctx, result: Tensor, /, **values: SavedTensors | Tensor | None) -> Tens
     Returns:
         The result. While a compiler traces, it is made to depend on the copies, so that the compiled forward pass computes them.
     """
-    tensors, kept, is_observed = (), {}, False
+    tensors, kept, is_observed, begin = (), {}, False, 0
     for name in values:
         value = values[name]
         if type(value) is SavedTensors:
-            begin = len(tensors)
             tensors += value.tensors
-            kept[name] = begin, len(tensors), value.spec
+            end = len(tensors)
+            kept[name], begin = (begin, end, value.spec), end
             is_observed = is_observed or value.is_observed
             if value.trace_anchor is not None:
                 result = value.tie(result)
         elif value is None:
             kept[name] = None
         else:
-            kept[name] = len(tensors), None, None
+            kept[name] = begin, None, None
             tensors = (*tensors, value)
+            begin += 1
     ctx.kept, ctx.is_observed = kept, is_observed
     ctx.save_for_backward(*tensors)
     return result
@@ -119,10 +120,13 @@ class Kept:
     def __init__(self, ctx):
         self._kept, self._tensors = ctx.kept, ctx.saved_tensors
 
-    def tensor(self, name: str) -> Tensor | None:
-        """Return a tensor that was saved unchanged; None if None was saved."""
+    def tensor(self, name: str, dtype=None) -> Tensor | None:
+        """Return a tensor that was saved unchanged, in `dtype` if that is given; None if None was saved."""
         place = self._kept[name]
-        return None if place is None else self._tensors[place[0]]
+        if place is None:
+            return None
+        tensor = self._tensors[place[0]]
+        return tensor if dtype is None or tensor.dtype is dtype else tensor.to(dtype)
 
     def values(self, name: str, dtype=None) -> Tensor | None:
         """Return the dequantized values of a copy, in the dtype of the tensor that was quantized unless `dtype` is given."""

@@ -652,8 +652,8 @@ class Quantizer:
         append the setting's value to the key only if it differs from the default value. A setting that does not change
         copies is no part of the key.
         """
-        bits = self.bits
-        if self._policy is not None:
+        bits, context = self.bits, self.context
+        if context is not None and context.policy is not None:
             bits = self.average if self.is_fixed else None
         key = bits, self.group_size
         return key if self.kind == UNIFORM else (*key, self.kind)

@@ -161,11 +161,8 @@ def wrong_state(kind: str, state: Mapping) -> InputError:
 
 def _origin(state: Mapping) -> str:
     """Return a phrase that says which configuration a state is from, as far as the state's entries show it."""
-    if "version" in state:
-        if "policy" in state:
-            name = printable(str(state["policy"]))[:60]
-            return "of ErrorBound" if name == "error-bound" else f"of the policy {name}"
-        return "of AdaptiveBits"
+    if "policy" in state:
+        return f"of {printable(str(state['policy']))[:60]}"
     strange = [key for key in state if key not in SAMPLES]
     if strange:
         return f"with {shorten(strange[0])}"

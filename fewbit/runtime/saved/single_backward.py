@@ -35,11 +35,11 @@ class SavingFunction(Function):
 def _once(backward):
     @wraps(backward)
     def once(ctx, *grads):
-        if torch.compiler.is_dynamo_compiling():
-            return backward(ctx, *grads)
         if not torch.is_grad_enabled():
             is_observed = getattr(ctx, "is_observed", False)
             return observed(backward, ctx, grads) if is_observed else backward(ctx, *grads)
+        if torch.compiler.is_dynamo_compiling():
+            return backward(ctx, *grads)
         with torch.no_grad():
             results = observed(backward, ctx, grads)
         inputs = [x for x in (*grads, *graph_anchors(ctx)) if x is not None]

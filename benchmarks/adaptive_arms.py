@@ -1,8 +1,5 @@
 """The methods that `adaptive_bits.py` compares. Some of them exist only for this comparison.
 
-Per tensor: a whole tensor has one minimum and one range, and is rounded at random. ActNN compares itself with BLPA in
-this form (section 6.1). A code is stored unpacked in a byte, because only the errors are of interest here.
-
 Quantized activations: GELU saves its input quantized, as other layers do at level L3. Its backward pass takes the
 derivative at the dequantized input, instead of a value of a table (appendix E of the few-bit paper).
 
@@ -13,7 +10,6 @@ remember the gradient magnitude of each digit (ActNN, section 4.3).
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from digits_resnet import digits
@@ -22,16 +18,14 @@ from torch.nn.functional import gelu
 
 import fewbit
 from fewbit.convert.functions import FunctionMode, FunctionQuantizers
-from fewbit.nn.base import Quantized
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.quantizers.spec import SavedTensors
 from fewbit.runtime.saved.single_backward import SavingFunction
 
 BITS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
 WHOLE = (1, 2, 3, 4)
 ACTIVATION_BITS = 3
-LEVELS = {"per tensor": WHOLE, "L2": WHOLE, "L2.5": BITS, "L3": BITS}
+LEVELS = {"L2": WHOLE, "L2.5": BITS, "L3": BITS}
 NUMBERED = {"L2.5, numbered": BITS, "L3, numbered": BITS}
 TABLES, QUANTIZED, SHARED = "few-bit activations", "quantized activations", "shared copies"
 ACTIVATIONS = dict.fromkeys((TABLES, QUANTIZED, SHARED), WHOLE)
@@ -50,10 +44,7 @@ def compress(model: nn.Module, method: str, bits: float) -> None:
         return
     layers = {"activation_bits": ACTIVATION_BITS}
     quiet = partial(fewbit.compress_, model, verbose=False)
-    if method == "per tensor":
-        controller = quiet(bits, layers=layers | {"attention_bits": bits})
-        use_one_range(controller)
-    elif method in ("L2", "L2.5"):
+    if method in ("L2", "L2.5"):
         quiet(fewbit.Level(method, bits), layers=layers | {"attention_bits": bits})
     elif method == "L3":
         quiet(fewbit.AdaptiveBits(bits), layers=layers)
@@ -67,67 +58,9 @@ def compress(model: nn.Module, method: str, bits: float) -> None:
         quantize_activations(controller, shared=method == SHARED)
 
 
-# -- Per tensor ----------------------------------------------------------------------------------------------
-
-
-class OneRangeSpec(NamedTuple):
-    """The spec that dequantizes codes with one (minimum, step), in place of `QuantizedTensorSpec`."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    count: int = 2
-
-    def dequantize(self, tensors, dtype=None, affine=None) -> Tensor:
-        codes, bounds = tensors
-        minimum, step = bounds.unbind()
-        values = codes * step + minimum
-        scale, shift, _ = affine or (None, None, None)
-        if scale is not None:
-            values = values * scale
-        if shift is not None:
-            values = values + shift
-        return values.to(dtype or self.dtype)
-
-
-class OneRange(Quantizer):
-    """A quantizer with one minimum and one step for a whole tensor."""
-
-    def quantize_normalized(self, x, mean, rstd, inner):
-        return super().quantize_normalized(x, mean, rstd, None)  # as a tensor, like any other
-
-    def quantize_with_activation(self, run, y, encoding=None):
-        return None
-
-    def _quantize(
-        self, x, dtype, slot=0, normalize=None, activation=None, **settings_of_other_copies
-    ) -> SavedTensors:
-        assert normalize is None
-        generator = torch.Generator().manual_seed(int(self._seed(x, slot, activation)))
-        bounds, codes = rounded(x.detach().float(), self.bits, generator)
-        return SavedTensors((codes, bounds), OneRangeSpec(tuple(x.shape), codes.stride(), dtype))
-
-
-def rounded(x: Tensor, bits: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Round x at random, without bias. Return (minimum, step), (2,) float32, and uint8 codes in x's shape and order."""
-    least, most = x.aminmax()
-    step = (most - least) / (2**bits - 1)
-    offset = torch.rand(x.shape, generator=generator)
-    codes = ((x - least) / step).nan_to_num(0.0).add(offset).floor().clamp(0, 2**bits - 1)
-    return torch.stack((least, step)), codes.to(torch.uint8)
-
-
 def of_functions(controller) -> FunctionQuantizers:
     """Return the settings of functions that the model's modules call."""
     return next(c.settings for c in controller.context.contexts if isinstance(c, FunctionMode))
-
-
-def use_one_range(controller) -> None:
-    """Make OneRange the class of all quantizers of a model at level L2, those of modules and those of functions."""
-    functions = of_functions(controller)
-    of_modules = [m.quantizer for m in controller.model.modules() if isinstance(m, Quantized)]
-    for quantizer in (*of_modules, functions.quantizer, functions.attention_quantizer):
-        quantizer.__class__ = OneRange
 
 
 # -- Numbered ------------------------------------------------------------------------------------------------

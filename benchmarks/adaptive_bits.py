@@ -87,11 +87,7 @@ def train(network, model, seed, settings, progress=lambda step: None):
 
 
 def run(network, method, bits, seed, quick):
-    """Train a network in this process, with one thread. Return the row of the run.
-
-    In the row, saved_bytes is that of a step at the end, or None for the method "per tensor", which stores unpacked
-    codes.
-    """
+    """Train a network in this process, with one thread. Return the row of the run; its saved_bytes are those of a step at the end."""
     torch.set_num_threads(1)
     settings = settings_of(quick)
     model = build(network, seed, settings)
@@ -99,7 +95,7 @@ def run(network, method, bits, seed, quick):
     result = train(network, model, seed, settings)
     inputs, labels = next(batches(network, settings, 0))
     classes = model(inputs).shape[-1]
-    kept = None if method == "per tensor" else fewbit.saved_bytes(model, inputs).total
+    kept = fewbit.saved_bytes(model, inputs).total
     finite = {name: value if math.isfinite(value) else None for name, value in result.items()}
     return {
         "network": network,
@@ -205,7 +201,7 @@ def at_point(network, seed, settings, state, quick, known):
 def adaptation_steps(method):
     if method in arms.NUMBERED:
         return NUMBERED_STEPS
-    return 0 if method in ("per tensor", "L2", "L2.5") else ADAPTATION_STEPS
+    return 0 if method in ("L2", "L2.5") else ADAPTATION_STEPS
 
 
 def check():

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from fewbit.render import figures as style
 
 COLORS = {
-    "per tensor": style.ERROR,
     "L2": "#6e7781",
     "L2.5": "#2a788e",
     "L3": "#440154",
@@ -21,7 +20,7 @@ COLORS = {
     arms.QUANTIZED: style.ERROR,
     arms.SHARED: "#2a788e",
 }
-MARKERS = dict(zip(COLORS, "sovD^dDsv", strict=True))
+MARKERS = dict(zip(COLORS, "ovD^dDsv", strict=True))
 LEVELS = (*arms.LEVELS, *arms.NUMBERED)
 TITLES = {"resnet": "ResNet, ReLU", "gelu resnet": "ResNet, GELU", "transformer": "Transformer"}
 POINTS = {"a quarter": "after a quarter of training", "the end": "after training"}

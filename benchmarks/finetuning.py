@@ -10,7 +10,7 @@ standard library. LoRA trains adapters of rank 8 at all linear layers of the blo
 with the same seed have the same batches and the same adapters, so they are compared in pairs. The held-out loss is the mean over
 texts that no run trains on, in nats per token.
 
-Writes results/finetuning.* (a row for each run, with its losses), results/finetuning_summary.* and docs/results/finetuning_*.png.
+Writes results/finetuning.* (a row for each run, with its losses), results/finetuning_summary.* and docs/images/finetuning_*.png.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EVERY = 25
 """The held-out loss is measured after so many steps."""
 HELD_OUT = 12
 RANK = 8
-PICTURES = harness.RESULTS.parents[1] / "docs" / "results"
+PICTURES = harness.RESULTS.parents[1] / "docs" / "images"
 
 
 @cache

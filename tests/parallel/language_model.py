@@ -191,7 +191,7 @@ class _Spec(ExactSpec):
 def exact_copies():
     """Return a context manager in whose block layers make copies that are not rounded, wherever they quantize."""
 
-    def quantize(self, x, dtype, slot=0, normalize=None, **options):
+    def made(self, x, dtype, bits, kind, seed, channels, stride, mask=None, normalize=None):
         values = x.detach().clone()
         if normalize is not None:
             mean, rstd, inner, _ = normalize
@@ -203,7 +203,7 @@ def exact_copies():
         return SavedTensors((values,), spec)
 
     with (
-        patch.object(Quantizer, "_quantize", quantize),
+        patch.object(Quantizer, "_made", made),
         patch.object(Quantizer, "quantize_with_activation", lambda self, *arguments: None),
         patch.object(checkpointing, "_save", lambda x, *arguments: unquantized(x.detach())),
     ):

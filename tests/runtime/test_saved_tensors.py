@@ -352,7 +352,7 @@ def test_checkpoints(reentrant, as_function):
     assert copies(model, x) == 0  # only the regions' inputs
     check_gradients(model, exact, x)
     gc.collect()
-    assert not len(model.blocks[0][0].q.quantizer.context.checkpoints._local.regions)
+    assert not len(model.blocks[0][0].q.quantizer.context._regions)
 
 
 def living() -> int:

@@ -40,7 +40,7 @@ _OTHER_QUANTIZED = {
     contractions.baddbmm: (torch.baddbmm, torch.Tensor.baddbmm),
     contractions.addcmul: (torch.addcmul, torch.Tensor.addcmul),
     contractions.grouped_mm: (
-        getattr(torch_functional, "grouped_mm", None),
+        torch_functional.grouped_mm,
         getattr(torch, "_grouped_mm", None),
     ),
     elementwise.erf: (torch.erf, torch.Tensor.erf),

@@ -62,8 +62,8 @@ __all__ = ["group_norm", "layer_norm", "rms_norm"]
 
 _RMS_NORM_IS_CAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 """True if autocast makes torch's rms_norm compute in float32 on CUDA. In torch 2.11 it does not."""
-_HAS_RMS_NORM_BACKWARD = hasattr(torch.ops.aten, "_fused_rms_norm_backward") and (
-    torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm_backward", "CUDA")
+_HAS_RMS_NORM_BACKWARD = torch._C._dispatch_has_kernel_for_dispatch_key(
+    "aten::_fused_rms_norm_backward", "CUDA"
 )
 """True if torch computes the backward of RMS norm on CUDA in one operation."""
 
@@ -210,10 +210,7 @@ def _has_elements(input) -> bool:
     """
     if not torch.compiler.is_compiling():
         return 0 not in input.shape
-    symbolic = torch.fx.experimental.symbolic_shapes
-    if hasattr(symbolic, "guard_or_true"):
-        return symbolic.guard_or_true(input.numel() > 0)
-    return symbolic.guard_size_oblivious(input.numel() > 0)  # torch < 2.8
+    return torch.fx.experimental.symbolic_shapes.guard_or_true(input.numel() > 0)
 
 
 def contiguous(*vectors) -> tuple[Tensor | None, ...]:

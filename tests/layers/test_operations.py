@@ -2,7 +2,6 @@
 
 import copy
 import math
-import runpy
 from functools import partial
 
 import pytest
@@ -15,7 +14,6 @@ import fewbit
 from fewbit.functional.operations import contractions, elementwise, vector_norm
 from fewbit.functional.products import is_in_memory
 from fewbit.runtime.format.groups import quantized_bytes
-from fewbit.runtime.interop import original_functions
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
 SHAPE = 4, 16, 24
@@ -257,22 +255,6 @@ def test_exponentials_are_recomputed_from_rounded_inputs():
     exact = gradients(model, x)
     fewbit.compress_(model, bits=8, verbose=False)
     assert (gradients(model, x) - exact).norm() < 0.1 * exact.norm()
-
-
-def test_experts_with_the_function_of_older_versions_of_torch(monkeypatch):
-    """torch < 2.10 has torch._grouped_mm, but no torch.nn.functional.grouped_mm."""
-    monkeypatch.delattr(original_functions.functional, "grouped_mm")
-    older = runpy.run_path(contractions.__file__)["grouped_mm"]
-    rows, matrices = numbers(64, 24).requires_grad_(), numbers(3, 24, 24, seed=1).requires_grad_()
-    y = older(rows * 1, matrices * 1, offs=OFFSETS, quantizer=Quantizer(8))
-    assert torch.equal(y, TF.grouped_mm(rows, matrices, offs=OFFSETS))
-    weights = numbers(*y.shape, seed=2)
-    found = torch.autograd.grad((y * weights).sum(), (rows, matrices))
-    wanted = torch.autograd.grad(
-        (TF.grouped_mm(rows, matrices, offs=OFFSETS) * weights).sum(), (rows, matrices)
-    )
-    for grad, exact in zip(found, wanted, strict=True):
-        assert (grad - exact).norm() < 0.02 * exact.norm()
 
 
 BYTES = {  # {operation at 2 bits: (function, bytes of its activations)}

@@ -22,8 +22,7 @@ from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
 from fewbit.runtime.quantizers.softmax_copies import quantize_factor
 from fewbit.runtime.saved.single_backward import SavingFunction
 
-# torch < 2.10 has only the private function.
-_grouped_mm = getattr(torch_functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_grouped_mm = torch_functional.grouped_mm
 
 
 def einsum(equation, *operands, quantizer: Quantizer) -> Tensor:

@@ -38,9 +38,6 @@ def leave_to_interpreter(code: CodeType, with_callees: bool = False) -> None:
 
     Otherwise Dynamo could reuse the code that it has compiled for one call of the function in a different call.
     """
-    if hasattr(eval_frame, "skip_code"):  # torch 2.6
-        eval_frame.skip_code(code)
-        return
     actions = eval_frame._FrameAction
     callees = actions.SKIP if with_callees else actions.DEFAULT
     strategy = eval_frame._FrameExecStrategy(actions.SKIP, callees)

@@ -13,11 +13,7 @@ import torch
 
 from fewbit.runtime.interop import original_functions
 
-_MODULES = (
-    "torch.distributed.tensor.experimental._context_parallel._attention",
-    "torch.distributed.tensor.experimental._attention",  # torch < 2.9
-)
-
+_MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 _OWN = original_functions.functional.scaled_dot_product_attention
 """torch's function as it was when fewbit was imported."""
@@ -28,8 +24,5 @@ def exchanging_attention() -> Callable | None:
     now = torch.nn.functional.scaled_dot_product_attention
     if now is _OWN:
         return None
-    for name in _MODULES:
-        replaced = getattr(sys.modules.get(name), "_replaced_functions", None)
-        if replaced and now in replaced:
-            return now
-    return None
+    replaced = getattr(sys.modules.get(_MODULE), "_replaced_functions", None)
+    return now if replaced and now in replaced else None

@@ -32,7 +32,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import fewbit
-from fewbit.models.preactivation import DEPTHS, Block, PreActivationResNet
+from fewbit.models.preactivation import DEPTHS, PreActivationBlock, PreActivationResNet
 from fewbit.runtime.format.encoding import packed_words
 
 BITS = (8, 4, 2)
@@ -79,7 +79,7 @@ class OneTensorConvolution(torch.autograd.Function):
         return grad_y, None, grad_weight, None, None
 
 
-class OneTensorBlock(Block):
+class OneTensorBlock(PreActivationBlock):
     """An exact block in which `OneTensor` and `OneTensorConvolution` save the same tensor."""
 
     def forward(self, input):
@@ -97,7 +97,7 @@ def elements(network, x) -> tuple[list[int], int]:
     """Return (list of the number of elements of each block's input, sum of these inputs' channels)."""
     sizes, hooks = [], []
     for module in network.modules():
-        if isinstance(module, Block | fewbit.nn.PreActivation):
+        if isinstance(module, PreActivationBlock | fewbit.nn.PreActivation):
             hook = module.register_forward_pre_hook(
                 lambda _, inputs: sizes.append((inputs[0].numel(), inputs[0].shape[1]))
             )

@@ -37,7 +37,7 @@ from fewbit.runtime.ops import library
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.spec import SavedTensors, in_storage_order
 from fewbit.runtime.regions.buffers import Buffers
-from fewbit.runtime.regions.runs import Rerun, Run, entered
+from fewbit.runtime.regions.runs import FirstRun, Rerun, entered
 from fewbit.runtime.saved.context import current
 from fewbit.runtime.saved.seeds import purpose
 from fewbit.text import shorten
@@ -128,7 +128,7 @@ def checkpoint(
     )
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return torch_checkpoint(function, *args, **options, **kwargs)
-    region = _Region(function, args, bits, group_size, preserve_rng_state)
+    region = _CheckpointedRegion(function, args, bits, group_size, preserve_rng_state)
     # torch restores the random states of the devices of the tensors that it is given, and would save the arguments.
     devices = dict.fromkeys(x.device for x in tree_leaves(args) if isinstance(x, Tensor))
     flags = (torch.empty(0, device=device) for device in devices)
@@ -216,7 +216,7 @@ def _enabling(model: nn.Module) -> Callable | None:
     return next((getattr(model, name) for name in _ENABLE if hasattr(model, name)), None)
 
 
-class _Region:
+class _CheckpointedRegion:
     """A region: a function, its arguments with quantized tensors, and what the second run needs to know of the first run.
 
     In the forward pass, the object calls the function with the arguments themselves. Later it calls the function with
@@ -231,7 +231,7 @@ class _Region:
         saved = [_save(x, i, bits, group_size) for i, x in tensors.items()]
         self._arguments, self._record = _hold(saved), None
         is_rounded = any(not isinstance(copy.spec, copies.UnquantizedSpec) for copy in saved)
-        self._run, self._buffers = Run(is_rounded, preserves), Buffers()
+        self._run, self._buffers = FirstRun(is_rounded, preserves), Buffers()
         self._has_begun = False
 
     def finish(self) -> None:

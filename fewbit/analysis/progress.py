@@ -12,7 +12,7 @@ INTERVAL = 15.0
 """Seconds before the first line and between lines, if standard error is a file or a pipe."""
 
 
-class Progress:
+class StepsProgress:
     """The progress of a measurement on standard error.
 
     In a terminal or a notebook this is a bar, which appears after PATIENCE seconds. If standard error is a file or a pipe,
@@ -59,7 +59,7 @@ class Progress:
 
     def _update_bar(self, of: int) -> None:
         if self._bar is None:
-            from rich.progress import Progress as Bar
+            from rich.progress import StepsProgress as Bar
 
             self._bar = Bar(console=self._console, transient=True)
             self._bar.start()

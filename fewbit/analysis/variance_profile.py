@@ -44,7 +44,7 @@ from fewbit.analysis.gradients import (
     tensors_of,
 )
 from fewbit.analysis.profile import VarianceProfile
-from fewbit.analysis.progress import Progress
+from fewbit.analysis.progress import StepsProgress
 from fewbit.analysis.recorder import Place, Recorder
 from fewbit.analysis.unchanged import unchanged
 from fewbit.config import FixedBits, LayerSettings
@@ -126,7 +126,7 @@ def variance_profile(
             )
         compressed.defer()
         sampling, sampled = sampling_of(exact, batch, batches, chunks)
-        with Progress("variance profile", progress).shown() as bar:
+        with StepsProgress("variance profile", progress).shown() as bar:
             samples = [
                 _measured(compressed, exact, one, number, draws, len(batches), bar)
                 for number, one in enumerate(batches)
@@ -252,7 +252,7 @@ def _measured(compressed: _Measured, exact: _Measured, batch, number, draws, bat
         number: the number of the batch.
         draws: the number of pairs of draws for each context.
         batches: the number of batches, for the progress bar.
-        bar: the `Progress`.
+        bar: the `StepsProgress`.
 
     Returns:
         The arrays `terms` (draws, C, P), `direct` (draws, P) and `bias` (draws, P) of `VarianceProfile`, for each pair.

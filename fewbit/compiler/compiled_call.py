@@ -195,13 +195,13 @@ def _is_of_torch(module: nn.Module) -> bool:
     return call is not None and not hasattr(call, "is_from_fewbit")
 
 
-class _Running(threading.local):
+class _RunningCompiled(threading.local):
     """The number of compiled models that this thread runs, each within the one before."""
 
     depth = 0
 
 
-_running = _Running()
+_running = _RunningCompiled()
 
 
 def _outside() -> tuple[str, str] | None:

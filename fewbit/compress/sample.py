@@ -16,7 +16,7 @@ from fewbit.analysis.meter import saved_bytes
 from fewbit.analysis.saved_bytes import SavedBytes
 from fewbit.analysis.unchanged import alone
 from fewbit.errors import FewbitError, InputError
-from fewbit.policies.budget import Fit, SizeProbe
+from fewbit.policies.budget import AverageOfBudget, SizeProbe
 from fewbit.runtime.saved.context import measuring
 from fewbit.text import one_line
 
@@ -62,7 +62,7 @@ def bytes_by_op(saved: SavedBytes) -> dict[str, int]:
     return sums
 
 
-def fit_of(model: nn.Module, sample, budget: int) -> Fit:
+def fit_of(model: nn.Module, sample, budget: int) -> AverageOfBudget:
     """Return how many bits per element of a forward pass of the sample fit a budget.
 
     Args:

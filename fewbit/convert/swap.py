@@ -316,8 +316,8 @@ def _configure(path, module, settings, context) -> float | None:
         make = settings.make_quantizer
         if isinstance(module, GatedUnit):
             make = settings.make_gate_quantizer
-        elif isinstance(module, Norm | transformers_norms.RMSNorm):
-            of_features = nn.LayerNorm | nn.RMSNorm | transformers_norms.RMSNorm
+        elif isinstance(module, Norm | transformers_norms.TransformersRMSNorm):
+            of_features = nn.LayerNorm | nn.RMSNorm | transformers_norms.TransformersRMSNorm
             make = partial(
                 settings.make_norm_quantizer, is_before_linear=isinstance(module, of_features)
             )

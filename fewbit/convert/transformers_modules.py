@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 from fewbit import functional as F
 from fewbit.convert.transformers_gated import UNITS
-from fewbit.convert.transformers_norms import FORMS, LigerLayerNorm, LigerRMSNorm, RMSNorm
+from fewbit.convert.transformers_norms import (
+    FORMS,
+    LigerLayerNorm,
+    LigerRMSNorm,
+    TransformersRMSNorm,
+)
 from fewbit.convert.transformers_source import canonical, source_of
 from fewbit.nn.base import Quantized
 from fewbit.runtime.interop.module_calls import class_of
@@ -41,7 +46,7 @@ def misfit_of(module: nn.Module) -> str | None:
     adapter = _adapter(class_of(module))
     if adapter is LigerRMSNorm:
         return LigerRMSNorm.misfit_of(module)
-    if adapter is None or not issubclass(adapter, RMSNorm):
+    if adapter is None or not issubclass(adapter, TransformersRMSNorm):
         return None
     missing = [name for name in adapter.form.attributes if not hasattr(module, name)]
     return f"it has no attribute {missing[0]!r}, which its forward reads" if missing else None

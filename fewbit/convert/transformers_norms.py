@@ -45,12 +45,14 @@ class Form(NamedTuple):
         """The names of the attributes that the forward of this form reads."""
         return (self.eps,) if self.weight is None else (self.eps, self.weight)
 
-    def mixin(self) -> type[RMSNorm]:
+    def mixin(self) -> type[TransformersRMSNorm]:
         """Return the mixin for classes whose forward is written in this form."""
-        return type("RMSNorm", (RMSNorm,), {"__module__": __name__, "form": self})
+        return type(
+            "TransformersRMSNorm", (TransformersRMSNorm,), {"__module__": __name__, "form": self}
+        )
 
 
-class RMSNorm(Quantized):
+class TransformersRMSNorm(Quantized):
     """A mixin for root-mean-square norms that saves the normalized x quantized.
 
     If x needs a gradient, the reciprocal root mean square of each row is also saved, in 4 bytes.
@@ -69,10 +71,12 @@ class RMSNorm(Quantized):
         if not self.training or not is_differentiated(hidden_states, weight):
             return self._exact(hidden_states)
         eps = getattr(self, form.eps)
-        return _RMSNorm.call(hidden_states, weight, eps, form, self.copies, self.quantizer)
+        return _TransformersRMSNorm.call(
+            hidden_states, weight, eps, form, self.copies, self.quantizer
+        )
 
 
-class LigerRMSNorm(RMSNorm):
+class LigerRMSNorm(TransformersRMSNorm):
     """A mixin for the root-mean-square norms of Liger, whose form is in attributes of the module.
 
     In the casting mode "llama" only the norm is computed in float32, in "gemma" also the product with the weight.
@@ -133,7 +137,7 @@ def forward(self, x):
         )
 
 
-class _RMSNorm(SavingFunction):
+class _TransformersRMSNorm(SavingFunction):
     @staticmethod
     def forward(ctx, x, weight, eps, form, number_of_copies, quantizer):
         scale = scale_of(weight, form.offset)

@@ -147,13 +147,13 @@ def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, q
     """Compute the batch norm of x viewed in the shape `view`, and quantize the normalized input in x's own shape."""
     if not torch.compiler.is_compiling():
         arguments = view, mean, var, weight, bias, momentum, eps, copies, quantizer
-        return _BatchNorm.call(x, *arguments)[0]
+        return _BatchNormFunction.call(x, *arguments)[0]
     # Dynamo puts a symbolic eps into the first graph that uses eps. That must not be the graph of the
     # Function, so eps is used here.
     eps = eps + 0.0
     # A compiler cannot trace in-place changes inside a Function, so the running statistics are updated below.
     arguments = view, None, None, weight, bias, momentum, eps, copies, quantizer
-    y, batch_mean, rstd = _BatchNorm.call(x, *arguments)
+    y, batch_mean, rstd = _BatchNormFunction.call(x, *arguments)
     if mean is not None:
         count = x.numel() / batch_mean.numel()
         batch_var = (1.0 / rstd.square() - eps) * (count / (count - 1))
@@ -162,7 +162,7 @@ def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, q
     return y
 
 
-class _BatchNorm(SavingFunction):
+class _BatchNormFunction(SavingFunction):
     """Batch norm in training, which returns (y, mean, reciprocal standard deviation)."""
 
     @staticmethod
@@ -358,7 +358,7 @@ def sync_batch_norm(
     return _SyncBatchNorm.call(input, *vectors, eps, momentum, process_group, quantizer)
 
 
-class _Context:
+class _SyncContext:
     """A replacement for the autograd context `ctx`, with the one method that torch's SyncBatchNorm calls in forward."""
 
     def save_for_backward(self, *tensors):
@@ -372,7 +372,7 @@ class _SyncBatchNorm(SavingFunction):
     def forward(
         ctx, x, weight, bias, running_mean, running_var, eps, momentum, process_group, quantizer
     ):
-        context = _Context()
+        context = _SyncContext()
         vectors = weight, bias, running_mean, running_var
         y = TorchSyncBatchNorm.forward(
             context, x, *vectors, eps, momentum, process_group, process_group.size()
@@ -388,7 +388,7 @@ class _SyncBatchNorm(SavingFunction):
 
     @staticmethod
     def backward(ctx, grad):
-        kept, context = copies.Kept(ctx), _Context()
+        kept, context = copies.Kept(ctx), _SyncContext()
         # If only the bias needs a gradient, only the input's shape matters.
         x = grad.new_zeros(()).expand(ctx.size)
         if kept.copy("x") is not None:

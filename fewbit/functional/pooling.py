@@ -130,7 +130,7 @@ def _max_pool(dims, x, arguments, return_indices, adaptive=False):
         return _torch_max(dims, x, arguments, return_indices, adaptive)
     if dims == 3 and not adaptive and not return_indices:
         x = _in_float32(x)
-    y, indices = _MaxPool.call(x, dims, arguments, adaptive)
+    y, indices = _MaxPoolFunction.call(x, dims, arguments, adaptive)
     return (y, indices) if return_indices else y
 
 
@@ -148,7 +148,7 @@ def _may_be_empty(dims, x, dilation) -> bool:
     return any(n < step for n, step in zip(x.shape[-dims:], _per_dim(dilation, dims), strict=True))
 
 
-class _MaxPool(SavingFunction):
+class _MaxPoolFunction(SavingFunction):
     """Max-pooling, which returns torch's result and indices, and saves the position of each maximum in its window."""
 
     @staticmethod
@@ -248,10 +248,10 @@ def _torch_avg(dims, x, arguments):
 def _avg_pool(dims, x, arguments):
     if not is_differentiated(x):
         return _torch_avg(dims, x, arguments)
-    return _AvgPool.call(x, dims, arguments)
+    return _AvgPoolFunction.call(x, dims, arguments)
 
 
-class _AvgPool(SavingFunction):
+class _AvgPoolFunction(SavingFunction):
     @staticmethod
     def forward(ctx, x, dims, arguments):
         y = layout.unviewed(_torch_avg(dims, x, arguments))
@@ -287,7 +287,7 @@ def _adaptive_avg_pool(dims, x, output_size):
     # If the result has one element per channel, torch computes a mean, for which it saves nothing.
     if not is_differentiated(x) or _is_mean(dims, x, output_size):
         return _of_torch("adaptive_avg_pool", dims)(x, output_size)
-    return _AdaptiveAvgPool.call(x, dims, output_size)
+    return _AdaptiveAvgPoolFunction.call(x, dims, output_size)
 
 
 def _is_mean(dims, x, output_size) -> bool:
@@ -297,7 +297,7 @@ def _is_mean(dims, x, output_size) -> bool:
     return all((size if wanted is None else wanted) == 1 for wanted, size in sizes)
 
 
-class _AdaptiveAvgPool(SavingFunction):
+class _AdaptiveAvgPoolFunction(SavingFunction):
     @staticmethod
     def forward(ctx, x, dims, output_size):
         ctx.source = _Source.of(x, dims)

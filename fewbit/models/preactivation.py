@@ -20,7 +20,7 @@ DEPTHS = (164, 254, 488, 1001)
 STEM, WIDTHS, EXPANSION = 16, (16, 32, 64), 4
 
 
-class Block(nn.Module):
+class PreActivationBlock(nn.Module):
     """A block that computes linear(activation(norm(x))).
 
     The children have the same names as in `fewbit.nn.PreActivation`: norm, activation and linear.
@@ -37,7 +37,7 @@ class Block(nn.Module):
         return self.linear(self.activation(self.norm(input)))
 
 
-class Bottleneck(nn.Module):
+class PreActivationBottleneck(nn.Module):
     """The sum of x and the result of three blocks. If shapes differ, x is subsampled and gets channels of zeros.
 
     `width` is the number of output channels of the first two blocks.
@@ -75,7 +75,7 @@ class PreActivationResNet(nn.Module):
         width: The factor by which the number of channels in every layer is multiplied; 4 for the paper's
             ResNet-1001-4x.
         channels: The number of channels of the images.
-        block: The class of the blocks, or a function that makes one. Called with a norm and a convolution. `Block` and
+        block: The class of the blocks, or a function that makes one. Called with a norm and a convolution. `PreActivationBlock` and
             `fewbit.nn.PreActivation` give the same `state_dict` keys.
 
     Raises:
@@ -88,7 +88,7 @@ class PreActivationResNet(nn.Module):
         classes: int = 10,
         width: int = 1,
         channels: int = 3,
-        block: Callable = Block,
+        block: Callable = PreActivationBlock,
     ):
         super().__init__()
         units, rest = divmod(depth - 2, 9)
@@ -101,7 +101,7 @@ class PreActivationResNet(nn.Module):
             layers = []
             for unit in range(units):
                 stride = 2 if stage and not unit else 1
-                layers.append(Bottleneck(inputs, of_stage * width, stride, block))
+                layers.append(PreActivationBottleneck(inputs, of_stage * width, stride, block))
                 inputs = EXPANSION * of_stage * width
             stages.append(nn.Sequential(*layers))
         self.stages = nn.Sequential(*stages)

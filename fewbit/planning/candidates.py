@@ -206,7 +206,7 @@ def _read(name: str, value):
     return value
 
 
-class Curve(NamedTuple):
+class CandidateCurve(NamedTuple):
     """The candidates of fewbit that form one curve in the picture of the plan.
 
     Attributes:
@@ -240,11 +240,13 @@ def _has_linear_layers(model: nn.Module) -> bool:
 
 CROSS_ENTROPY = "cross-entropy"
 CURVES = (
-    Curve("fixed", FixedBits, (8, 4, 3, 2)),
-    Curve("shared", AdaptiveBits, (4, 3, 2, 1.5)),
-    Curve("error-bound", ErrorBound, (0.1, 0.5, 1.0, 2.0)),
-    Curve("pre-activation", PreActivationBits, (8, 4, 2), _has_norms, "a batch or layer norm"),
-    Curve(
+    CandidateCurve("fixed", FixedBits, (8, 4, 3, 2)),
+    CandidateCurve("shared", AdaptiveBits, (4, 3, 2, 1.5)),
+    CandidateCurve("error-bound", ErrorBound, (0.1, 0.5, 1.0, 2.0)),
+    CandidateCurve(
+        "pre-activation", PreActivationBits, (8, 4, 2), _has_norms, "a batch or layer norm"
+    ),
+    CandidateCurve(
         "recompute-linear",
         FixedBits,
         (8, 4, 3, 2),
@@ -252,13 +254,13 @@ CURVES = (
         "a linear layer",
         {"layers": LayerSettings(recompute_linear=True)},
     ),
-    Curve(
+    CandidateCurve(
         "everything",
         FixedBits,
         (4, 2),
         options={"layers": LayerSettings(everything=True)},
     ),
-    Curve(
+    CandidateCurve(
         "checkpoints",
         FixedBits,
         (8, 4),
@@ -266,8 +268,8 @@ CURVES = (
         "gradient checkpointing as in transformers",
         method="checkpoint_",
     ),
-    Curve(CROSS_ENTROPY, FixedBits, (4, 2), method="cross_entropy", on_request=True),
-    Curve("compile", FixedBits, (4, 2), method="compile", on_request=True),
+    CandidateCurve(CROSS_ENTROPY, FixedBits, (4, 2), method="cross_entropy", on_request=True),
+    CandidateCurve("compile", FixedBits, (4, 2), method="compile", on_request=True),
 )
 ACTIVATIONS = "activations"
 BITS_OF_ACTIVATIONS = (4, 3, 2)

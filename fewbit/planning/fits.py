@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fewbit.analysis.gradients import check_loss, check_model, explained, size_of
-from fewbit.analysis.progress import Progress
+from fewbit.analysis.progress import StepsProgress
 from fewbit.analysis.unchanged import unchanged
 from fewbit.checkpointing import supports_checkpoints
 from fewbit.config import BitConfig, FixedBits, PreActivationBits
@@ -98,7 +98,7 @@ def fits(
         length, most = length_of(batch, sequence_dim), _most_sequence(model)
     if not size or length == 0:
         raise InputError("batch: expected at least one sample, got none")
-    rows, name, bar = [], "", Progress("fits", progress)
+    rows, name, bar = [], "", StepsProgress("fits", progress)
     done = partial(bar.step, len(arms) * (1 + (capacity is not None) * (1 + (length is not None))))
     search = _Search(batch, size, capacity, sequence_dim, length, most, done)
     with unchanged({}, []), measuring(), bar.shown():

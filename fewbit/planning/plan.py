@@ -35,7 +35,7 @@ from fewbit.analysis.gradients import (
     size_of,
     tensors_of,
 )
-from fewbit.analysis.progress import Progress
+from fewbit.analysis.progress import StepsProgress
 from fewbit.analysis.unchanged import alone, unchanged
 from fewbit.errors import InputError
 from fewbit.planning.candidates import (
@@ -44,7 +44,7 @@ from fewbit.planning.candidates import (
     check_candidates,
     default_candidates,
 )
-from fewbit.planning.steps import CompiledModel, Steps, naming
+from fewbit.planning.steps import CompiledSteps, Steps, naming
 from fewbit.planning.training_plan import Planned, TrainingPlan
 from fewbit.runtime.saved.context import measuring
 from fewbit.sizes import counted
@@ -117,7 +117,7 @@ def plan(
         candidates = check_candidates(candidates)
     # If batches are parts of a larger tensor, the meter would count the larger tensor.
     batches = [tree_map(alone, one) for one in batches_of(batch)]
-    bar = Progress("plan", progress)
+    bar = StepsProgress("plan", progress)
     with unchanged(dict(model.named_modules()), tensors_of(batches)):
         steps = Steps(copied(model), loss, seed)
         steps.restore()
@@ -130,7 +130,7 @@ def plan(
         with bar.shown():
             done = partial(bar.step, len(candidates) * (1 + len(batches) * draws))
             compiling = [each for each in candidates if each.method == "compile"]
-            compiled = CompiledModel(steps, batches[0], compiling) if compiling else None
+            compiled = CompiledSteps(steps, batches[0], compiling) if compiling else None
             found = [_Found(candidate, steps, batches, done) for candidate in candidates]
             squares, seconds = _passes(steps, batches, found, draws, compiled)
     variances = sampling.sum(1)
@@ -249,7 +249,7 @@ class _Found:
 
 
 def _passes(
-    steps: Steps, batches, found: list[_Found], draws: int, compiled: CompiledModel | None
+    steps: Steps, batches, found: list[_Found], draws: int, compiled: CompiledSteps | None
 ) -> tuple[list, list]:
     """Measure all candidates on all batches. Return |g|^2 of each batch, and the seconds of exact passes.
 

@@ -98,7 +98,7 @@ class Steps(Measured):
                 torch.get_device_module(device).synchronize(device)
 
 
-class CompiledModel:
+class CompiledSteps:
     """The model as torch.compile compiles it, with exact saved tensors: the reference of candidates that compile.
 
     Compiled code draws other dropout masks than the model itself, and which masks it draws depends on the backend.

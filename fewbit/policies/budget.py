@@ -19,7 +19,7 @@ _SLACK = 4 * words_of_total(32, 1) + SPREAD
 """The most bytes by which a tensor's codes exceed bits * elements / 8, if bits are divided among its samples."""
 
 
-class Fit(NamedTuple):
+class AverageOfBudget(NamedTuple):
     """The bits per element of a forward pass that fit a budget of bytes.
 
     Attributes:
@@ -98,7 +98,7 @@ class SizeProbe:
     def reached(self, slots) -> None:
         """Do nothing: sizes are known before the backward pass."""
 
-    def fit(self, budget: int, saved: int) -> Fit:
+    def fit(self, budget: int, saved: int) -> AverageOfBudget:
         """Return how many bits per element fit a budget.
 
         Args:
@@ -120,4 +120,4 @@ class SizeProbe:
         codes = sum(each.code_bytes for each in self._saved)
         fixed = saved - codes + _SLACK * len(self._saved)
         least = fixed + math.ceil(MIN_BITS * elements / 8)
-        return Fit((budget - fixed) * 8 / elements, least, by_slot)
+        return AverageOfBudget((budget - fixed) * 8 / elements, least, by_slot)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.errors import InputError
-from fewbit.models.preactivation import DEPTHS, Block, PreActivationResNet
+from fewbit.models.preactivation import DEPTHS, PreActivationBlock, PreActivationResNet
 from fewbit.nn import PreActivation
 from fewbit.runtime.format.encoding import packed_words
 
@@ -287,7 +287,8 @@ def test_layers_after_a_norm_share_its_copy(name, device):
 def chain(depth=3):
     torch.manual_seed(0)
     units = [
-        Block(nn.BatchNorm2d(6), nn.Conv2d(6, 6, 3, padding=1, bias=False)) for _ in range(depth)
+        PreActivationBlock(nn.BatchNorm2d(6), nn.Conv2d(6, 6, 3, padding=1, bias=False))
+        for _ in range(depth)
     ]
     return nn.Sequential(*units)
 

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from fewbit.config import UNIFORM
-from fewbit.convert.transformers_norms import _RMSNorm as _TransformersRMSNorm
-from fewbit.convert.transformers_norms import scale_of
-from fewbit.functional.batch_norm import _BatchNorm
+from fewbit.convert.transformers_norms import _TransformersRMSNorm, scale_of
+from fewbit.functional.batch_norm import _BatchNormFunction
 from fewbit.functional.convolution import _Convolution
 from fewbit.functional.layer_norm import _GroupNorm, _LayerNorm, _RMSNorm
 from fewbit.functional.linear import _Linear
@@ -347,7 +346,7 @@ _FORMULAS = {
     _RMSNorm: _layer_norm,
     _TransformersRMSNorm: _transformers_rms_norm,
     _GroupNorm: _group_norm,
-    _BatchNorm: _batch_norm,
+    _BatchNormFunction: _batch_norm,
     _PReLU: _prelu,
 }
 _QUANTIZED = {_PReLU: "negative"}

@@ -29,7 +29,7 @@ LEAST_SEEN = 3
 """The least number of measurements by the monitor from which a standard error is estimated."""
 
 
-class Row(NamedTuple):
+class ConstraintRow(NamedTuple):
     """One measurement of a gradient: its squared norm V^2, and first^2 and second^2 of its squared error D.
 
     D = (first dx + second dx^2)^2, where dx^2 is the mean squared error of the saved tensor's elements
@@ -70,7 +70,7 @@ class ConstraintEstimate(Record):
 
     label: str = ""
     kind: str = ""
-    rows: tuple[Row, ...] = ()
+    rows: tuple[ConstraintRow, ...] = ()
     pairs: tuple[Pair, ...] = ()
     missed: int = 0
 

@@ -10,8 +10,8 @@ from fewbit.policies.error_bound.estimates import (
     ActivationEstimate,
     ActivationRow,
     ConstraintEstimate,
+    ConstraintRow,
     Pair,
-    Row,
     TensorEstimate,
 )
 from fewbit.policies.error_bound.observations import (
@@ -119,7 +119,7 @@ def _updated_constraint(
     total: float,
 ) -> ConstraintEstimate:
     squares = (capped(value**2 / total, MOST_RATIO) for value in (now.first, now.second))
-    rows, pairs = _latest(before.rows, Row(now.v2 / total, *squares)), before.pairs
+    rows, pairs = _latest(before.rows, ConstraintRow(now.v2 / total, *squares)), before.pairs
     if seen is not None:
         pairs = _latest(pairs, Pair(capped(seen.hat2 / total), capped(seen.exact2 / total)))
     return ConstraintEstimate(now.label, now.kind, rows, pairs)

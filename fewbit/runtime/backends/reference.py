@@ -26,7 +26,7 @@ from fewbit.runtime.backends.reference_quantizer import (
 )
 from fewbit.runtime.backends.results import QuantizedForward
 from fewbit.runtime.format.bit_sharing import share_bits
-from fewbit.runtime.format.buffers import Entry
+from fewbit.runtime.format.buffers import ArgumentChecks
 from fewbit.runtime.format.encoding import Encoding, gray
 from fewbit.runtime.format.layout import is_broadcast_scalar, storage_order
 
@@ -126,7 +126,7 @@ def encode(x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None) -> to
         encoding: the encoding of the codes.
         seed: (1,) int64 if the encoding draws codes at random, else None.
     """
-    entry = Entry("encode", x)
+    entry = ArgumentChecks("encode", x)
     entry.check_numbers("x", x)
     entry.check_seed(seed, encoding.unbiased)
     flat = storage_order(x.detach())
@@ -149,7 +149,7 @@ def decode_mul(
         out: a dense tensor of a floating dtype.
     """
     n = out.numel()
-    entry = Entry("decode_mul", grad)
+    entry = ArgumentChecks("decode_mul", grad)
     entry.check_numbers("out", out)
     grad = grad.reshape(-1).contiguous() if is_broadcast_scalar(grad) else grad
     entry.check("grad", grad, n, out.dtype)

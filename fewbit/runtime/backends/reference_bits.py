@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fewbit.config import BLOCK
-from fewbit.runtime.format.buffers import Entry, check_bits
+from fewbit.runtime.format.buffers import ArgumentChecks, check_bits
 from fewbit.runtime.format.layout import check_vectors
 from fewbit.table import philox
 
@@ -23,7 +23,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
         (bits * ceil(n / 32),) int32. The last block is padded with zeros.
     """
     check_bits(bits)
-    Entry("pack", codes).check("codes", codes, codes.numel(), torch.uint8)
+    ArgumentChecks("pack", codes).check("codes", codes, codes.numel(), torch.uint8)
     blocks = -(-codes.numel() // BLOCK)
     padded = torch.zeros(blocks * BLOCK, dtype=torch.int64, device=codes.device)
     padded[: codes.numel()] = codes
@@ -42,7 +42,7 @@ def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
         bits: the bits of a code, 1 to 8.
         n: the number of codes.
     """
-    Entry("unpack", packed).check_packed(packed, n, bits)
+    ArgumentChecks("unpack", packed).check_packed(packed, n, bits)
     lanes = torch.arange(BLOCK, device=packed.device)
     planes = torch.arange(bits, device=packed.device)
     words = packed.view(-1, bits, 1).to(torch.int64) & _MASK32

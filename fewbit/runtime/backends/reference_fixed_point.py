@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from fewbit.runtime.backends.reference_bits import entries_of, pack, unpack
-from fewbit.runtime.format.buffers import Entry
+from fewbit.runtime.format.buffers import ArgumentChecks
 from fewbit.runtime.format.layout import storage_order
 
 REACH = 3.0
@@ -29,7 +29,7 @@ def grid_fixed(gamma, beta, bits: int) -> torch.Tensor:
     Returns:
         (7, channels) float32. `fixed_point.grid_of` explains the rows.
     """
-    entry = Entry("grid_fixed", gamma)
+    entry = ArgumentChecks("grid_fixed", gamma)
     entry.check_numbers("gamma", gamma)
     entry.check("beta", beta, gamma.numel(), gamma.dtype)
     levels = 1 << bits
@@ -73,7 +73,7 @@ def encode_fixed(x, y, grid, bits, inner, normalize=None):
     Returns:
         (bits * ceil(n / 32),) int32.
     """
-    entry = Entry("encode_fixed", x)
+    entry = ArgumentChecks("encode_fixed", x)
     entry.check_numbers("x", x)
     entry.check("y", y, x.numel(), x.dtype)
     entry.check_grid(grid, bits)
@@ -109,7 +109,7 @@ def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None
         scale: None, or (vector, inner) to write x~ * vector[i]. Element number e, in storage order, has entry
             i = (e div inner) mod (number of entries). Ignored if a slope is given.
     """
-    entry = Entry("decode_fixed", out)
+    entry = ArgumentChecks("decode_fixed", out)
     entry.check_numbers("out", out)
     entry.check_grid(grid, bits)
     entry.check_packed(packed, out.numel(), bits)
@@ -148,7 +148,7 @@ def mask_fixed(grad, packed, grid, bits, inner, slope, out) -> None:
         slope: the slope of the activation below 0, which is 0 for ReLU.
         out: a dense tensor.
     """
-    entry = Entry("mask_fixed", grad)
+    entry = ArgumentChecks("mask_fixed", grad)
     entry.check_numbers("grad", grad)
     entry.check("out", out, grad.numel(), grad.dtype)
     entry.check_grid(grid, bits)

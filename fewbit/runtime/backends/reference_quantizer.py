@@ -16,7 +16,7 @@ from fewbit.config import MASKED, ROTATED, UNIFORM, check_rotated_size
 from fewbit.runtime.backends import reference_rotated
 from fewbit.runtime.backends.reference_bits import entries_of, pack, sixteen_bit_draws, unpack
 from fewbit.runtime.format import groups
-from fewbit.runtime.format.buffers import Entry, check_bits, seed_on
+from fewbit.runtime.format.buffers import ArgumentChecks, check_bits, seed_on
 from fewbit.runtime.format.channels import BLOCK, Normalization, estimated_rows, runs_of
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.layout import storage_order
@@ -57,7 +57,7 @@ def quantize(
         uniform has two more rows of ranges, with its seed.
     """
     check_rotated_size(kind, group_size)
-    entry = Entry("quantize", x)
+    entry = ArgumentChecks("quantize", x)
     entry.check_numbers("x", x)
     seed = seed_on(x.device, seed)
     entry.check_seed(seed)
@@ -105,7 +105,7 @@ def channel_statistics(x, count: int, normalize=None) -> torch.Tensor:
     Returns:
         (count, 2) bfloat16.
     """
-    entry = Entry("channel_statistics", x)
+    entry = ArgumentChecks("channel_statistics", x)
     entry.check_numbers("x", x)
     rows = storage_order(x.detach()).view(-1, count).to(torch.float32)
     if normalize is not None:
@@ -159,7 +159,7 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
         (N,) float32; NaN for a sample with an element that is not finite.
     """
     check_rotated_size(kind, group_size)
-    entry = Entry("squares", x)
+    entry = ArgumentChecks("squares", x)
     entry.check_numbers("x", x)
     samples, features = groups.samples_of(x.shape)
     rows = storage_order(x.detach()).view(samples, features).to(torch.float32)
@@ -214,7 +214,7 @@ def dequantize(
             multiplied by its channel's scale, then the mean is added, before `affine`. Must be None if `affine` must be.
     """
     check_rotated_size(kind, group_size)
-    entry = Entry("dequantize", out)
+    entry = ArgumentChecks("dequantize", out)
     entry.check_numbers("out", out)
     entry.check_copy(packed, ranges, bits, group_size, out.shape, widths, kind)
     samples, features = groups.samples_of(out.shape)

@@ -29,7 +29,7 @@ def seed_on(device: torch.device, seed: int | torch.Tensor) -> torch.Tensor:
     return torch.full((1,), seed, dtype=torch.int64, device=device)
 
 
-class Entry:
+class ArgumentChecks:
     """The checks of the tensors in a call of one function of a backend.
 
     Args:

@@ -20,7 +20,7 @@ from fewbit.runtime.graph.rules import (
     NAMED,
     TWO_VALUED,
     Rule,
-    Settings,
+    RuleSettings,
     is_broadcast,
     is_matrix_product,
     rule_of,
@@ -111,7 +111,7 @@ class GraphCompressor:
     def __init__(self, settings: GraphSettings | None, own: Mapping[str, GraphSettings | None]):
         self.settings = settings
         self.own = dict(own)
-        self._local = _Local()
+        self._local = _StateOfThread()
 
     def __getstate__(self):
         return {"settings": self.settings, "own": self.own}
@@ -269,7 +269,7 @@ def _copied(x, rule: Rule, settings: GraphSettings, name: str, context) -> Saved
 
         return in_storage_order(x, save)
 
-    how = Settings(quantize, settings.kind, settings.bits, settings.derivative_bits)
+    how = RuleSettings(quantize, settings.kind, settings.bits, settings.derivative_bits)
     hold_for_stream((x,))  # the node may have run in another stream
     with torch.no_grad(), torch._C.DisableTorchFunction():
         return rule.compress(x, how)
@@ -317,7 +317,7 @@ def _checked(restore: Callable[[], torch.Tensor], is_exact: bool) -> Callable:
 
 def _without_gain(candidates: list[_Candidate], settings: GraphSettings) -> set[int]:
     """Return the storages that are hardly larger than the copies of all tensors in them together."""
-    how = Settings(None, settings.kind, settings.bits, settings.derivative_bits)
+    how = RuleSettings(None, settings.kind, settings.bits, settings.derivative_bits)
     bits, sizes = {}, {}
     for argument, rule in candidates:
         if rule is not None:
@@ -338,7 +338,7 @@ def _storage(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-class _Local(threading.local):
+class _StateOfThread(threading.local):
     """The forward pass that runs in a thread."""
 
     def __init__(self):

@@ -21,7 +21,7 @@ from fewbit.runtime.quantizers import integers
 from fewbit.runtime.quantizers.spec import SavedTensors
 
 
-class Settings(NamedTuple):
+class RuleSettings(NamedTuple):
     """The settings by which the rules quantize a tensor.
 
     Args:
@@ -49,17 +49,17 @@ class Rule:
     is_exact = False
     takes_constants = False
 
-    def bits(self, x: torch.Tensor, settings: Settings) -> int:
+    def bits(self, x: torch.Tensor, settings: RuleSettings) -> int:
         """Return the bits per element of the copy of x, without the numbers of groups."""
         raise NotImplementedError
 
-    def compress(self, x: torch.Tensor, settings: Settings) -> SavedTensors | None:
+    def compress(self, x: torch.Tensor, settings: RuleSettings) -> SavedTensors | None:
         """Return the copy of x, or None if this rule does not apply to x, for example because of its dtype."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Linear(Rule):
+class LinearRule(Rule):
     """The gradient is linear in the argument, so an unbiased copy gives an unbiased gradient.
 
     Attributes:
@@ -81,7 +81,7 @@ class Linear(Rule):
 
 
 @dataclass(frozen=True)
-class Exponential(Linear):
+class ExponentialRule(LinearRule):
     """The argument is a result of exp, in which the gradient is linear. It is quantized if no element is above 1.
 
     Then it is a decay, or exp of differences from a maximum, as in softmax. Most elements of a group are close to 0,
@@ -99,7 +99,7 @@ class Exponential(Linear):
 
 
 @dataclass(frozen=True)
-class Derivative(Rule):
+class DerivativeRule(Rule):
     """The gradient is linear in a function of the argument, a derivative. The derivative is quantized.
 
     The backward pass gets an argument whose derivative is the quantized one. Copies are uniform, so that no derivative
@@ -137,7 +137,7 @@ class OneBit(Rule):
 
 
 @dataclass(frozen=True)
-class Mask(OneBit):
+class MaskRule(OneBit):
     """The argument is a mask of bools."""
 
     def compress(self, x, settings):
@@ -149,7 +149,7 @@ class Mask(OneBit):
 
 
 @dataclass(frozen=True)
-class TwoValued(OneBit):
+class TwoValuedRule(OneBit):
     """The argument has two values, 0 and a positive number, as the factor by which dropout multiplies.
 
     A tensor on a GPU stays as it is, because the host would have to wait for its largest element.
@@ -167,7 +167,7 @@ class TwoValued(OneBit):
 
 
 @dataclass(frozen=True)
-class Positive(OneBit):
+class PositiveRule(OneBit):
     """The gradient depends on the signs of the argument alone, as that of ReLU depends on the signs of its result."""
 
     def compress(self, x, settings):
@@ -177,7 +177,7 @@ class Positive(OneBit):
 
 
 @dataclass(frozen=True)
-class Inside(OneBit):
+class InsideRule(OneBit):
     """The gradient depends only on which elements are in an interval, as that of torch.clamp does.
 
     Attributes:
@@ -201,7 +201,7 @@ class Inside(OneBit):
 
 
 @dataclass(frozen=True)
-class Index(Rule):
+class IndexRule(Rule):
     """The argument has indices, int64, which are saved in the narrowest dtype that holds them.
 
     Indices on a GPU stay as they are, because the host would have to wait for their largest value.
@@ -224,7 +224,7 @@ class Index(Rule):
 
 
 @dataclass(frozen=True)
-class Size(Rule):
+class SizeRule(Rule):
     """The gradient depends on the size of the argument alone."""
 
     is_exact = True
@@ -298,15 +298,15 @@ def _tanh_of_derivative(derivative):
     return (1 - derivative).clamp(min=0).sqrt()
 
 
-LINEAR = Linear()
-NAMED = Linear(takes_constants=True)
+LINEAR = LinearRule()
+NAMED = LinearRule(takes_constants=True)
 """The rule for tensors of autograd Functions that the user names. The forward of a Function computes without gradients, so
 its own results need none."""
-EXPONENTIAL = Exponential()
-SIGMOID = Derivative(lambda s: s * (1 - s), _sigmoid_of_derivative)
-TANH = Derivative(lambda t: 1 - t * t, _tanh_of_derivative)
-MASK, POSITIVE, INDEX, SIZE = Mask(), Positive(), Index(), Size()
-TWO_VALUED = TwoValued()
+EXPONENTIAL = ExponentialRule()
+SIGMOID = DerivativeRule(lambda s: s * (1 - s), _sigmoid_of_derivative)
+TANH = DerivativeRule(lambda t: 1 - t * t, _tanh_of_derivative)
+MASK, POSITIVE, INDEX, SIZE = MaskRule(), PositiveRule(), IndexRule(), SizeRule()
+TWO_VALUED = TwoValuedRule()
 """The rule for a factor of a product that needs no gradient."""
 
 _ARGUMENTS = {
@@ -381,5 +381,5 @@ def rule_of(node, argument: str) -> Rule | None:
         ends = getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)
         # Ends may be tensors too.
         are_numbers = all(end is None or isinstance(end, int | float) for end in ends)
-        return Inside(*ends) if are_numbers and ends != (None, None) else None
+        return InsideRule(*ends) if are_numbers and ends != (None, None) else None
     return RULES.get((name, argument))

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES
 
 
-class _Running(threading.local):
+class _RunningShard(threading.local):
     """The layer that runs in a thread.
 
     Attributes:
@@ -31,7 +31,7 @@ class _Running(threading.local):
     place: tuple = ()
 
 
-running = _Running()
+running = _RunningShard()
 
 
 def is_distributed(x) -> bool:
@@ -196,7 +196,7 @@ class _Arrived(Function):
         return grad
 
 
-class _Local(Function):
+class _LocalTensor(Function):
     """The local tensor of a DTensor. The gradient of the local tensor is a part of the DTensor's gradient."""
 
     @staticmethod
@@ -217,7 +217,7 @@ def _local(x, placements):
         x: a DTensor.
         placements: the placements of the gradient of x that the gradients of the local tensors are.
     """
-    return _Local.apply(x, tuple(placements))
+    return _LocalTensor.apply(x, tuple(placements))
 
 
 def _distributed(y, like, placements, shape):

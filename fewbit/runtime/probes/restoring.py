@@ -34,7 +34,7 @@ def observed(backward, context, grads):
     """
     probes = getattr(context, OBSERVED, ())
     if probes:
-        context = _Context(context)
+        context = _ObservedContext(context)
     restoring = Restoring()
     results = restoring.run(backward, context, *grads)
     if not restoring.slots:
@@ -144,7 +144,7 @@ def is_changed(spec) -> bool:
     return restoring is not None and spec.slot is not None and restoring.is_target(spec.slot)
 
 
-class _Context:
+class _ObservedContext:
     """A copy of an autograd context whose saved tensors can be read repeatedly.
 
     Within `torch.utils.checkpoint`, torch allows to read the saved tensors only once.

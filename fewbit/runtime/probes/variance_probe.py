@@ -38,7 +38,7 @@ from fewbit.runtime.format.distortion import relative_distortion
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.interop.cuda_streams import AsyncHostCopy, hold_for_stream
 from fewbit.runtime.probes.backward_graph import bottom_up, is_function, number_below
-from fewbit.runtime.probes.measurements import LEVELS, Node, Noise, variances
+from fewbit.runtime.probes.measurements import LEVELS, Node, NoiseOfSlot, variances
 from fewbit.runtime.probes.norms import by_edge, is_dense, norm
 from fewbit.runtime.probes.restoring import OBSERVED, Restoring
 
@@ -260,7 +260,7 @@ class VarianceProbe:
                 del change
                 norms = [norm([grad]) for grad in passed]
                 del passed
-                node.noise.append(Noise(name, level, scale, norms, False))
+                node.noise.append(NoiseOfSlot(name, level, scale, norms, False))
             carried = Restoring().run(backward, context, self._with_signs(*grads))
             node.leaving = [norm([grad]) for grad in by_edge(context, carried)]
             node.parts = [norm([grad]) for grad in results]
@@ -287,7 +287,7 @@ class VarianceProbe:
                 noise = change.bfloat16() if change.dtype == torch.float32 else change
                 self._nodes[below].handed.append((slot.name, level, scale, noise))
             del change
-        node.noise.append(Noise(slot.name, level, scale, norms, True))
+        node.noise.append(NoiseOfSlot(slot.name, level, scale, norms, True))
 
     def _passed_on(self, edge, below: int, change):
         """Carry a change through nodes that only change shape or dtype. Return the node that it reaches, and the change there."""

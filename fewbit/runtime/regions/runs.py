@@ -96,7 +96,7 @@ class _RegionMode(ReplacingMode):
 leave_to_interpreter(_RegionMode.__torch_function__.__code__, with_callees=True)
 
 
-class Run(_RegionMode):
+class FirstRun(_RegionMode):
     """The mode of the first run, which records decisions, and the state from before its first change.
 
     Args:
@@ -227,10 +227,10 @@ class Rerun(_RegionMode):
 
     Args:
         run: the mode of the first run.
-        saved: the saved tensors of the first run, a list of (spec, tensors) in the order of `Run.kept`.
+        saved: the saved tensors of the first run, a list of (spec, tensors) in the order of `FirstRun.kept`.
     """
 
-    def __init__(self, run: Run, saved: list):
+    def __init__(self, run: FirstRun, saved: list):
         super().__init__()
         self._decisions = iter(run.decisions)
         self._tensors = iter(saved[: run.count])

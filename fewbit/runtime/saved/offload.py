@@ -31,7 +31,7 @@ TRANSFERS = {"cuda": CudaTransfers}
 """{device type: class that copies bytes between device and host}. Tensors on other devices are not moved."""
 
 
-class _Running(threading.local):
+class _RunningOffloads(threading.local):
     """The `Offload` blocks that this thread is in, innermost last.
 
     Each is a pair (Offload, _Forward). The _Forward is None if the block moves nothing.
@@ -44,7 +44,7 @@ class _Running(threading.local):
         return self.entered[-1][1] if self.entered else None
 
 
-running = _Running()
+running = _RunningOffloads()
 
 
 def mark(*tensors: torch.Tensor) -> None:

@@ -71,7 +71,7 @@ class SharedCopies:
     Attributes:
         copies: {place of a tensor: {settings: copy}}.
         keys: the settings of all copies other than fixed-point ones.
-        results: {place of an activation's result: `Result`}, in the order of the activations.
+        results: {place of an activation's result: `ActivationResult`}, in the order of the activations.
         masks: {memory of a ReLU's result: its mask}.
     """
 
@@ -292,10 +292,10 @@ class SharedCopies:
             place = number
         else:
             self._hold(y, place)
-        self.results[place] = Result(number, has_copy)
+        self.results[place] = ActivationResult(number, has_copy)
 
 
-class Result:
+class ActivationResult:
     """An activation's result in a forward pass.
 
     Attributes:

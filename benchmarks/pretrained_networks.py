@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pydoc_data.topics
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -255,7 +256,10 @@ def _of_transformers(name: str, folder: Path, file: str | None = None):
         model.save_pretrained(temporary)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
         tokenizer.save_pretrained(temporary)
-        os.replace(temporary, stored)
+        try:
+            temporary.rename(stored)
+        except OSError:  # another process was faster
+            shutil.rmtree(temporary)
     folder = stored if file else folder
     model = kind.from_pretrained(folder, dtype=torch.float32)
     return model, transformers.AutoTokenizer.from_pretrained(folder)

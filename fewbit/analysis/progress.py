@@ -59,7 +59,7 @@ class StepsProgress:
 
     def _update_bar(self, of: int) -> None:
         if self._bar is None:
-            from rich.progress import StepsProgress as Bar
+            from rich.progress import Progress as Bar
 
             self._bar = Bar(console=self._console, transient=True)
             self._bar.start()

@@ -11,6 +11,7 @@ from torch import Tensor
 from fewbit import functional as F
 from fewbit.nn.base import Quantized
 from fewbit.runtime.format import sums
+from fewbit.runtime.probes import gradient_errors
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.normalized import (
     dequantize_copies,
@@ -163,6 +164,12 @@ class _TransformersRMSNorm(SavingFunction):
         if needs_weight:
             grad_weight = sums.over_rows(grad * first)
         return grad_x, grad_weight, None, None, None, None
+
+    @staticmethod
+    def gradient_errors(ctx, kept, grad, results, errors):
+        """Return the errors of the gradients of weight and input (docs/concepts/theory/ac_gc.md, section 6)."""
+        of_norm = scale_of(kept.tensor("weight"), ctx.offset), 1, 1
+        return gradient_errors.of_rows(ctx, kept, grad, errors, *of_norm)
 
 
 def scale_of(weight, offset):

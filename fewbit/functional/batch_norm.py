@@ -24,6 +24,7 @@ from fewbit.functional.layer_norm import (
 )
 from fewbit.runtime.format import sums
 from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.probes import gradient_errors
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.normalized import (
     batch_norm_gradients,
@@ -233,6 +234,33 @@ class _BatchNormFunction(SavingFunction):
         elif needs_bias:
             grad_bias = sums.over_channels(grad)
         return grad_x, None, None, None, grad_weight, grad_bias, None, None, None, None
+
+    @staticmethod
+    def gradient_errors(ctx, kept, grad, results, errors):
+        """Return the errors of the gradients of weight and input (docs/concepts/theory/ac_gc.md, section 6)."""
+        rstd, weight, (spec, _) = kept.tensor("rstd"), kept.tensor("weight"), kept.copy("x")
+        dims = [dim for dim in range(grad.dim()) if dim != 1]
+        is_whole, samples = ctx.view == spec.size, spec.size[0]  # not whole: an instance norm
+        of_rows = grad.double().square()
+        if grad.dim() > 2:
+            of_rows = gradient_errors.squares(grad, dims[1:])
+        by_row = gradient_errors.row_weights(errors, samples)
+        weighted = (of_rows.reshape(samples, -1) * by_row).sum(0)
+        grad2 = of_rows.reshape(grad.shape[:2]).sum(0)
+        of_weight = (weighted,), gradient_errors.weight_cost
+        if not is_whole:
+            of_weight = (weighted.sum()[None],), gradient_errors.weight_cost, samples
+        found = [gradient_errors.GradientError(4, *of_weight)]
+        if ctx.needs_input_grad[0] and weight is not None and results[4] is not None:
+            scale2 = (weight * rstd).double().square()
+            both = grad2 * scale2, results[4].double().square() * scale2
+            found.append(gradient_errors.of_sums(*both, grad.numel() // len(rstd), is_whole))
+        elif ctx.needs_input_grad[0]:
+            x = kept.values("x").reshape(ctx.view)
+            g = gradient_errors.product(grad, per_channel(weight, grad.dim()), x)
+            rstd = per_channel(rstd, grad.dim())
+            found.append(gradient_errors.of_norm_input(x, g, rstd, dims, is_whole))
+        return found
 
 
 def _dequantized_gradients(ctx, grad, kept):

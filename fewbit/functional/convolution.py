@@ -6,6 +6,9 @@ expectation if its mean over the rounding is the exact gradient.
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,7 @@ from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.format import sums
 from fewbit.runtime.interop.autocast import with_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
+from fewbit.runtime.probes import gradient_errors
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import (
     Quantizer,
@@ -265,3 +269,45 @@ class _Convolution(SavingFunction):
             grad, x, kept.tensor("weight", grad.dtype), bias_size, *ctx.settings, needs
         )
         return *grads, None, None
+
+    @staticmethod
+    def gradient_errors(ctx, kept, grad, results, errors):
+        """Return the error of the weight's gradient (docs/concepts/theory/ac_gc.md, sections 4 and 5)."""
+        stride, _, dilation, transposed, _, groups = ctx.settings
+        taps = kept.tensor("weight").shape[2:]
+        reads = math.prod(taps)
+        if transposed:
+            of_dims = zip(taps, stride, dilation, ctx.size[2:], strict=True)
+            reads = math.prod(most_reads(*of_dim) for of_dim in of_dims)
+        numbers = gradient_errors.by_rows(grad, errors, groups), *gradient_errors.scales2(kept)
+        finish = partial(weight_cost, reads, ctx.size[1])
+        return [gradient_errors.GradientError(1, numbers, finish)]
+
+
+def weight_cost(reads: int, channels: int, entries, _) -> gradient_errors.Cost:
+    """Return the cost of the weight's gradient: D = reads * sum over channels of |g of the channel's group|^2 dx^2.
+
+    Args:
+        reads: the number of elements of the filter that meet one element of the input.
+        channels: the number of channels of the input.
+        entries: |g|^2 of each group; then what `gradient_errors.scales2` returned, if there is a norm.
+    """
+    grad2, *scales2 = entries
+    scales = scales2[0] if scales2 and len(scales2[0]) == channels else None
+    if scales is None:
+        scales = [gradient_errors.mean_scale2(scales2)] * channels
+    per_group = channels // len(grad2)
+    by_channel = [scale * grad2[i // per_group] for i, scale in enumerate(scales)]
+    return gradient_errors.Cost((reads * sum(by_channel)) ** 0.5, channels=by_channel)
+
+
+def most_reads(taps: int, stride: int, dilation: int, steps: int) -> int:
+    """Return the largest number of times that a filter reads one element of the tensor over which it moves.
+
+    Args:
+        taps: the filter's size in one dimension.
+        stride: the stride.
+        dilation: the dilation.
+        steps: the number of positions of the filter.
+    """
+    return min(-(-taps * math.gcd(stride, dilation) // stride), steps)

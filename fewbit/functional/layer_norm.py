@@ -42,6 +42,7 @@ from fewbit.runtime.interop.tensor_kinds import (
     is_plain,
 )
 from fewbit.runtime.parallel import shards
+from fewbit.runtime.probes import gradient_errors
 from fewbit.runtime.quantizers import copies, preactivation
 from fewbit.runtime.quantizers.normalized import (
     constant_like,
@@ -308,6 +309,12 @@ class _LayerNorm(SavingFunction):
             grad_bias = sums.over_rows(grad, len(ctx.shape))
         return grad_x, None, grad_weight, grad_bias, None, None, None
 
+    @staticmethod
+    def gradient_errors(ctx, kept, grad, results, errors):
+        """Return the errors of the gradients of weight and input (docs/concepts/theory/ac_gc.md, section 6)."""
+        of_norm = kept.tensor("weight"), len(ctx.shape), 2
+        return gradient_errors.of_rows(ctx, kept, grad, errors, *of_norm)
+
 
 def _fused_rms_norm(x, shape, weight, eps):
     """Return RMS norm's result and its reciprocal root mean squares, by torch's fused kernel.
@@ -365,6 +372,8 @@ class _RMSNorm(SavingFunction):
             grad_weight = sums.over_rows(grad * first, len(ctx.shape))
         return grad_x, None, grad_weight, None, None, None
 
+    gradient_errors = _LayerNorm.gradient_errors
+
 
 class _GroupNorm(SavingFunction):
     @staticmethod
@@ -418,6 +427,21 @@ class _GroupNorm(SavingFunction):
         if needs_bias and grad_bias is None:
             grad_bias = sums.over_channels(grad)
         return grad_x, None, grad_weight, grad_bias, None, None, None
+
+    @staticmethod
+    def gradient_errors(ctx, kept, grad, results, errors):
+        """Return the errors of the gradients of weight and input (docs/concepts/theory/ac_gc.md, section 6)."""
+        rstd, weight = kept.tensor("rstd"), kept.tensor("weight")
+        samples, _, _, groups = ctx.sizes
+        numbers = gradient_errors.by_rows(grad, errors)
+        found = [gradient_errors.GradientError(2, (numbers,), gradient_errors.weight_cost)]
+        if ctx.needs_input_grad[0]:
+            x = kept.values("x")
+            g = gradient_errors.product(grad, per_channel(weight, grad.dim()), x)
+            x, g = (tensor.reshape(samples, groups, -1) for tensor in (x, g))
+            rstd = rstd.view(samples, groups, 1)
+            found.append(gradient_errors.of_norm_input(x, g, rstd, (2,)))
+        return found
 
 
 def _has_policy(quantizer) -> bool:

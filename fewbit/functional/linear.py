@@ -17,6 +17,7 @@ from fewbit.runtime.interop.autocast import with_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, check_tensors, overrides_functions
 from fewbit.runtime.parallel import shards
+from fewbit.runtime.probes import gradient_errors
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import (
     Quantizer,
@@ -141,6 +142,18 @@ class _Linear(SavingFunction):
             rows.sum(0) if needs_bias else None,
             None,
         )
+
+    @staticmethod
+    def gradient_errors(ctx, kept, grad, results, errors):
+        """Return the error of the weight's gradient (docs/concepts/theory/ac_gc.md, section 3)."""
+        numbers = gradient_errors.by_rows(grad, errors), *gradient_errors.scales2(kept)
+        finish = partial(_weight_cost, results[1].shape[-1])
+        return [gradient_errors.GradientError(1, numbers, finish)]
+
+
+def _weight_cost(features, entries, _):
+    (grad2,), *scales2 = entries
+    return gradient_errors.Cost((grad2 * features * gradient_errors.mean_scale2(scales2)) ** 0.5)
 
 
 def _again(x, weight, bias=None):

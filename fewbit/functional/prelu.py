@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fewbit.config import DEFAULT_BITS, GROUP_SIZE
+from fewbit.config import DEFAULT_BITS, GROUP_SIZE, UNIFORM
 from fewbit.runtime.format import sums
 from fewbit.runtime.interop.autocast import with_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.random_replay import replayed, state_of
+from fewbit.runtime.probes import gradient_errors
 from fewbit.runtime.quantizers import copies, integers
 from fewbit.runtime.quantizers.quantizer import (
     Quantizer,
@@ -94,6 +95,36 @@ class _PReLU(SavingFunction):
             total = product.sum() if is_one else sums.over_channels(product)
             grad_weight = total.reshape(ctx.shape)
         return grad_x, grad_weight, None
+
+    observed = "negative"
+
+    @staticmethod
+    def gradient_errors(ctx, kept, grad, results, errors):
+        """Return the error of the weight's gradient, the sum of g min(x, 0), which is linear in the saved min(x, 0).
+
+        In a rotated copy, all elements have errors of the same variance, but if the signs of x are saved too, the errors of the
+        other elements do not count. So D = |g|^2 dx^2, with g at the negative elements if signs are saved. In a uniform copy, elements
+        of 0 have no errors, because 0 is the largest value and so an end of the range. Only the negative elements have errors,
+        so D = (number of elements) / (number of negative elements) * |g at negative elements|^2 dx^2. A slot codec may
+        leave zeros without errors too, so its copies count as uniform.
+        """
+        dims = tuple(range(grad.dim()))
+        has_signs = ctx.needs_input_grad[0]
+        spec, _ = kept.copy("negative")
+        spec = getattr(spec, "inner", spec)
+        is_rotated = getattr(spec, "kind", UNIFORM) != UNIFORM
+        cost = gradient_errors.weight_cost
+        if is_rotated and not has_signs:
+            numbers = gradient_errors.squares(grad, dims).flatten()
+            return [gradient_errors.GradientError(1, (numbers,), cost)]
+        if has_signs:
+            is_negative = ~kept.values("sign").view(torch.bool)
+        else:
+            is_negative = kept.values("negative") < 0
+        grad2 = gradient_errors.squares(grad * is_negative, dims).sum()
+        if not is_rotated:
+            grad2 = grad2 / is_negative.sum().clamp(min=1) * grad.numel()
+        return [gradient_errors.GradientError(1, (grad2[None],), cost)]
 
 
 def _broadcast(weight, x):

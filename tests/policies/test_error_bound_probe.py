@@ -290,7 +290,7 @@ def test_layers_with_formulas_run_backward_once(monitored, monkeypatch):
         model, converted(model), normal((4, 3, 8, 8)), run=gradient, monitored=monitored
     )
     assert len(found.slots) >= 7
-    expected = ["_Softmax", *(["_BatchNorm", "_Convolution"] if monitored else [])]
+    expected = ["_Softmax", *(["_BatchNormFunction", "_Convolution"] if monitored else [])]
     assert sorted(runs) == sorted(expected)
 
 

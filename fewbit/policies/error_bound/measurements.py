@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from fewbit.policies.error_bound.error_model import Cost, Part
 from fewbit.policies.error_bound.observations import GradientConstraint, MonitoredNorms
+from fewbit.runtime.probes.gradient_errors import Cost, GradientError
 
 
 @dataclass
@@ -56,7 +56,7 @@ class MeasuredGradient:
             the gradient was not computed from exact values.
     """
 
-    part: Part
+    part: GradientError
     label: str
     kind: str
     tensor: MeasuredTensor

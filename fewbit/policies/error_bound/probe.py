@@ -4,7 +4,7 @@ Rounding a saved tensor adds D to the squared error of a gradient that a layer c
 allows D <= e2 V^2, where V^2 is the squared norm of the exact gradient and e2 is the number that the user gives to
 `ErrorBound` (docs/concepts/theory/ac_gc.md). For the gradients of each layer the probe finds V^2 and D:
 
-- For most layers D follows from the formulas of `error_model.py`, with norms of tensors that the backward pass has
+- For most layers D follows from formulas (`runtime/probes/gradient_errors.py`), with norms of tensors that the backward pass has
   anyway.
 - For other layers D is measured. The layer's backward runs again, with noise added to one of its dequantized tensors.
   The variance of the noise is that of the tensor's present errors or that of rounding to 8 bits, whichever is larger.
@@ -26,8 +26,6 @@ from dataclasses import dataclass
 import torch
 
 from fewbit.config import MAX_BITS
-from fewbit.policies.error_bound import error_model
-from fewbit.policies.error_bound.error_model import Cost, Part
 from fewbit.policies.error_bound.measurements import (
     MeasuredGradient,
     MeasuredTensor,
@@ -46,9 +44,12 @@ from fewbit.policies.error_bound.observations import (
     TensorNorms,
 )
 from fewbit.runtime.format.distortion import distortion
+from fewbit.runtime.probes import gradient_errors
+from fewbit.runtime.probes.gradient_errors import Cost, GradientError
 from fewbit.runtime.probes.norms import is_dense, norm
 from fewbit.runtime.probes.restoring import Restoring
 from fewbit.runtime.probes.variance_probe import SPREAD, VarianceProbe
+from fewbit.runtime.quantizers.copies import Kept
 from fewbit.runtime.quantizers.spec import QuantizationRecord
 from fewbit.runtime.saved.assignment import TensorSlot
 
@@ -153,12 +154,12 @@ class ErrorBoundProbe(VarianceProbe):
         parts = None
         if len(slots) == 1:
             errors = slots[0].rounding.tensor.errors
-            parts = error_model.of_layer(context, grads, results, errors)
+            parts = gradient_errors.of_layer(context, Kept(context), grads, results, errors)
         exact = None
         if any(slot.rounding.exact is not None for slot in slots):
             exact = _as_tuple(_WithExactValues().run(backward, context, *grads))
         kind, found = EXPECTED if parts is not None else MEASURED, []
-        labels = error_model.labels(context._forward_cls)
+        labels = gradient_errors.labels(context._forward_cls)
         for slot in slots:
             own = parts
             if own is None:
@@ -271,7 +272,9 @@ class _WithExactValues(Restoring):
         return values.copy_(spec.slot.rounding.exact)
 
 
-def _gradient(slot: TensorSlot, part: Part, labels, kind, results, exact) -> MeasuredGradient:
+def _gradient(
+    slot: TensorSlot, part: GradientError, labels, kind, results, exact
+) -> MeasuredGradient:
     """Return the measurements of one gradient of a layer.
 
     Args:
@@ -293,7 +296,7 @@ def _gradient(slot: TensorSlot, part: Part, labels, kind, results, exact) -> Mea
     return MeasuredGradient(part, label, kind, tensor, size, exact_size)
 
 
-def _measured(results, noisy, tensor: MeasuredTensor) -> list[Part]:
+def _measured(results, noisy, tensor: MeasuredTensor) -> list[GradientError]:
     """Return the error model of each gradient of a layer, from the gradient's change by noise in a saved tensor.
 
     Args:
@@ -305,7 +308,7 @@ def _measured(results, noisy, tensor: MeasuredTensor) -> list[Part]:
     for place, (clean, other) in enumerate(zip(results, noisy, strict=True)):
         if clean is not None and other is not None:
             numbers = norm([other - clean]).double()[None], tensor.deviation[None]
-            parts.append(Part(place, numbers, _measured_cost))
+            parts.append(GradientError(place, numbers, _measured_cost))
     return parts
 
 

@@ -18,7 +18,16 @@ class SavingFunction(Function):
 
     torch's decorator `once_differentiable` raises no error if the incoming gradient is a constant. It then gives a second
     derivative of zero, which is wrong.
+
+    Attributes:
+        gradient_errors: a static method (context, what was kept, gradient of the result, gradients of the inputs, squared errors of
+            rows) that returns the errors of the gradients, a list of `GradientError`, if the layer has a formula for them
+            (`runtime/probes/gradient_errors.py`). None if not; `ErrorBound` then measures them with noise.
+        observed: the name of the quantized tensor on whose error the formulas depend.
     """
+
+    gradient_errors = None
+    observed = "x"
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)

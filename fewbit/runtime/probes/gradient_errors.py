@@ -1,0 +1,227 @@
+"""The errors of a layer's gradients, as functions of the error of its saved tensor, for the policy of `ErrorBound`.
+
+D is the squared error of a gradient, and dx^2 is the mean squared error of the elements of the saved tensor. A layer with a formula
+for D has a static method `gradient_errors` in its autograd Function. It runs in the layer's backward pass, where gradients and
+the dequantized tensor are available, and computes a few small numbers on the device. When they have reached the host,
+`GradientError.finish` computes D from them. The formulas hold in expectation (docs/concepts/theory/ac_gc.md). For gated units,
+products, softmax and attention there is no formula, or only one that asks for too many bits; the probe then measures the effect of
+noise.
+
+Some formulas have one dx^2 for all elements, but samples have different bits and so different errors. Let g_n be the
+gradient of row n (entry n of dimension 0) of the layer's result, and dx_n^2 the present mean squared error of row n of
+the saved tensor. The formulas then use weights dx_n^2 / dx^2:
+
+    sum of |g_n|^2 dx_n^2  =  dx^2 sum of |g_n|^2 (dx_n^2 / dx^2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from inspect import signature
+from math import sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+KURTOSIS = 3.0
+"""The factor in E dx^4 <= KURTOSIS * (dx^2)^2, for the error dx of rounding.
+
+It is 3 for the errors of rotated copies, which look normal. Stochastic rounding in uniform copies has 4 / 3 with
+dx^2 = step^2 / 4. docs/concepts/theory/ac_gc.md derives both in section 1.
+"""
+
+
+class Cost(NamedTuple):
+    """The squared error of a gradient, (first dx + second dx^2)^2, if a saved tensor has the mean squared error dx^2.
+
+    Args:
+        first: the coefficient of dx.
+        second: the coefficient of dx^2.
+        channels: numbers in proportion to the parts of first^2 that come from each channel (dimension 1); None if all
+            are equal, or if there are no channels.
+    """
+
+    first: float
+    second: float = 0.0
+    channels: list[float] | None = None
+
+
+class GradientError(NamedTuple):
+    """The squared error of one gradient of a layer as a function of the saved tensor's error.
+
+    Args:
+        place: the number of an input of the layer's autograd Function. The gradient is that of this input.
+        numbers: 1-D float64 tensors, to be copied to the host.
+        finish: a function that returns the `Cost`, given the values of `numbers` as lists and the present mean squared
+            error of the saved tensor.
+        repeats: usually 1. An instance norm repeats its weight for each sample before it calls the Function, and
+            `repeats` is the number of copies. The weight's gradient is the sum over the copies.
+    """
+
+    place: int
+    numbers: tuple[Tensor, ...]
+    finish: Callable[[list[list[float]], float], Cost]
+    repeats: int = 1
+
+    def of(self, results) -> Tensor:
+        """Return the gradient that this error is of, given all gradients that the layer's backward returned."""
+        found = results[self.place]
+        return found if self.repeats == 1 else found.view(self.repeats, -1).sum(0)
+
+
+def of_layer(context, kept, grads, results, errors: Tensor) -> list[GradientError] | None:
+    """Return the errors of a layer's gradients, or None if there is no formula for this kind of layer.
+
+    Args:
+        context: the autograd context of the layer's Function, which has saved one quantized tensor.
+        kept: what the Function has saved (`copies.Kept`).
+        grads: the gradients of the layer's results.
+        results: the gradients that the layer's backward returned for its inputs.
+        errors: (rows,) the sum of squared errors in each row (entry of dimension 0, in storage order) of the
+            dequantized tensor.
+    """
+    layer = context._forward_cls
+    if layer.gradient_errors is None or grads[0] is None:
+        return None
+    spec, _ = kept.copy(layer.observed)
+    if hasattr(spec, "order"):
+        errors = errors.sum()[None]  # dimension 0 in storage is another dimension of the tensor
+    found = layer.gradient_errors(context, kept, grads[0], results, errors)
+    return [error for error in found if results[error.place] is not None]
+
+
+@lru_cache(maxsize=256)
+def labels(function) -> tuple[str, ...]:
+    """Return the names of the inputs of an autograd Function, as the layers of torch call them."""
+    names = list(signature(function.forward).parameters)[1:]
+    return tuple(_AS_IN_TORCH.get(name, name) for name in names)
+
+
+_AS_IN_TORCH = {"x": "input", "x1": "input1", "x2": "input2", "a": "input", "b": "other"}
+
+
+# -- what several layers share -------------------------------------------------------------------------------
+
+
+def weight_cost(entries, _) -> Cost:
+    """Return the cost of a weight's gradient that is linear in the saved tensor: `entries` has |g|^2 of each channel."""
+    (grad2,) = entries
+    return Cost(sum(grad2) ** 0.5, channels=grad2 if len(grad2) > 1 else None)
+
+
+def scales2(kept) -> tuple[Tensor, ...]:
+    """Return the squared weights of the norm whose saved tensor a linear layer uses; () if there is no such norm.
+
+    The layer computes its input from the saved tensor by multiplication with the norm's weights, so errors are
+    multiplied too. The result contains one tensor: (channels,), or (1,) with the mean of the squared weights.
+    """
+    spec, tensors = kept.copy("x")
+    if not hasattr(spec, "normalized") or tensors[-2] is None:
+        return ()
+    squares = tensors[-2].detach().double().square().flatten()
+    return (squares.mean()[None] if spec.channels is None else squares,)
+
+
+def mean_scale2(found) -> float:
+    """Return the mean of what `scales2` returned, on the host; 1 without a norm."""
+    return sum(found[0]) / len(found[0]) if found else 1.0
+
+
+def of_rows(context, kept, grad, errors, weight, dims: int, place: int) -> list[GradientError]:
+    """Return the errors of the gradients of a norm over the last `dims` dimensions, whose weight is input number `place`."""
+    found = [GradientError(place, (by_rows(grad, errors),), weight_cost)]
+    if context.needs_input_grad[0]:
+        x, rstd = kept.values("x"), kept.tensor("rstd")
+        found.append(of_norm_input(x, product(grad, weight, x), rstd, tuple(range(-dims, 0))))
+    return found
+
+
+def of_norm_input(x, g, rstd, dims, has_channels=False) -> GradientError:
+    """Return the error of the gradient of a norm's input. A set is the elements that share a mean and a deviation s.
+
+    Args:
+        x: the dequantized normalized input x~.
+        g: the gradient of the norm's result times the weight, in the shape of x.
+        rstd: 1 / s of each set.
+        dims: the dimensions of x over which a set extends.
+        has_channels: whether the sets are channels.
+    """
+    rstd = rstd.to(x.dtype)
+    alignment = (x * g).sum(dims, keepdim=True) * rstd
+    sums = squares(g, dims) * rstd.double().square(), alignment.double().square()
+    return of_sums(*sums, x.numel() // rstd.numel(), has_channels)
+
+
+def of_sums(scaled2, alignment2, size, has_channels) -> GradientError:
+    """Return the error of the gradient of a norm's input from sums over sets of elements that share a deviation s.
+
+    Args:
+        scaled2: |g|^2 / s^2 of each set, where g is the gradient of the norm's result times the weight.
+        alignment2: (x~ . g)^2 / s^2 of each set, where x~ is the dequantized normalized input.
+        size: the number of elements of a set.
+        has_channels: whether the sets are channels.
+    """
+    numbers = scaled2.flatten(), alignment2.flatten()
+    if not has_channels:
+        numbers = tuple(sums.sum()[None] for sums in numbers)
+    return GradientError(0, numbers, partial(_input_cost, size))
+
+
+def _input_cost(size, entries, error2) -> Cost:
+    scaled2, restored = entries
+    # The errors of the dequantized x~ contribute to its alignment with g, and this contribution is subtracted.
+    aligned2 = [max(a - error2 * h, 0.0) for a, h in zip(restored, scaled2, strict=True)]
+    first, second = norm_input_coefficients(size, sum(scaled2), sum(aligned2))
+    if len(scaled2) == 1:
+        return Cost(first, second)
+    pairs = zip(scaled2, aligned2, strict=True)
+    return Cost(first, second, [norm_input_coefficients(size, *pair)[0] ** 2 for pair in pairs])
+
+
+def norm_input_coefficients(size: int, scaled2: float, alignment2: float) -> tuple[float, float]:
+    """Return (first, second) of (first dx + second dx^2)^2, a bound of the squared error of a norm's input gradient.
+
+    The bound holds in expectation (docs/concepts/theory/ac_gc.md, section 6). A set is the elements that share a mean and a deviation
+    s: a channel of a batch norm, a row of a layer norm, and so on. g' is the gradient of the output times the weight, and x~ is the
+    normalized input, which the norm saves with the mean squared error dx^2.
+
+    Args:
+        size: the number of elements of a set.
+        scaled2: the sum of |g'|^2 / s^2 over the sets.
+        alignment2: the sum of (x~ . g')^2 / s^2 over the sets, where x~ . g' is an inner product.
+    """
+    cross = 2.0 * sqrt(alignment2 * scaled2 / size)
+    first = sqrt((scaled2 + alignment2 + cross) / size)
+    return first, sqrt(scaled2 * (size - 1 + KURTOSIS)) / size
+
+
+def product(grad, weight, x) -> Tensor:
+    """Return grad * weight in x's dtype."""
+    grad = grad.to(x.dtype)
+    return grad if weight is None else grad * weight.to(x.dtype)
+
+
+def by_rows(grad, errors, groups: int = 1) -> Tensor:
+    """Return |g|^2 of each group of channels, (groups,) float64, with rows weighted in proportion to their errors."""
+    rows = len(grad) if grad.dim() > 1 else 1
+    if groups == 1 and grad.dim() > 1:  # no reshape: a gradient may be channels last, or expanded
+        found = squares(grad, tuple(range(1, grad.dim())))
+    else:
+        found = squares(grad.reshape(rows, groups, -1), 2)
+    return (found.view(rows, groups) * row_weights(errors, rows)).sum(0)
+
+
+def row_weights(errors, rows: int) -> Tensor:
+    """Return float64 weights in proportion to `errors`, (rows, 1), with mean 1; (1, 1) if the lengths differ."""
+    if len(errors) != rows:
+        return torch.ones_like(errors[:1, None], dtype=torch.float64)
+    mean = errors.mean()
+    return torch.where(mean > 0, errors / mean, torch.ones_like(errors)).double()[:, None]
+
+
+def squares(x, dims) -> Tensor:
+    """Return the float64 sum of squares over the dimensions `dims`, which keep size 1."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=dtype).double().square()

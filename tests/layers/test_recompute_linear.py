@@ -179,7 +179,7 @@ def save_exactly(monkeypatch):
     def normalized(self, x, mean, rstd, inner, features=None):
         return save(self, (x if mean is None else x - mean) * rstd, torch.float32)
 
-    monkeypatch.setattr(Quantizer, "_quantize", save)
+    monkeypatch.setattr(Quantizer, "_made", save)
     monkeypatch.setattr(Quantizer, "quantize_normalized", normalized)
 
 

@@ -498,7 +498,7 @@ def test_the_variance_that_probes_expect(bits):
     x[:4, 100:] = 0.0
     quantizer = Quantizer(bits)
     mask = activation_ops.encode(x, STEP, None)
-    how = x.dtype, bits, "rotated"
+    how = x.dtype, bits, "masked"
     saved = [quantizer._made(x, *how, seed, 0, None, mask) for seed in range(200)]
     values = torch.stack([copy.spec.dequantize(copy.tensors) for copy in saved])
     record = QuantizationRecord(x, saved[0].tensors, saved[0].spec, 256, None)

@@ -223,29 +223,44 @@ class Quantizer:
         if kind is None:
             kind = usual if self.group_size <= LARGEST_ROTATED_GROUP else UNIFORM
         is_usual = is_plain(x)
-        if context is None or self.recomputes_linear or not is_usual:
-            settings = shared, slot, kind, extra_bits
-            return self._quantize_unusual(x, features, settings, recomputes)
-        # The usual case, for which the host's time counts: this part calls as few functions as it can.
+        if not is_usual:
+            x = has_arrived(x)
+            is_usual = is_plain(x)
+        if self.recomputes_linear and shared and recomputes:
+            saved = self.computed_again(x)
+            if saved is not None:
+                return saved
+        if context is None or not (is_usual or is_abstract(x)):
+            return self._quantize_alone(x, is_usual, slot, kind, features, extra_bits)
+        # Every layer of a model runs the code that follows, so it calls few functions.
         forward = running.forward
         if forward is None or forward.context is not context or top_hooks(False) is not None:
             forward = context.saving(x)
-        stride, order = None, None
+        stride, order, by_sample = None, None, True
         if not x.is_contiguous():
             stride = x.stride()
             order, by_sample = _place(x.shape, stride)
         channels = _channels(x.shape, stride, features) if kind == ROTATED else 0
+        settings = forward, shared, slot, kind, channels, extra_bits, is_usual
         if order is not None:
-            return in_order(
-                x,
-                order,
-                lambda x: self._save(x, forward, shared, slot, kind, channels, extra_bits),
-            )
-        stride = stride and by_sample
-        return self._save(x, forward, shared, slot, kind, channels, extra_bits, stride)
+            return in_order(x, order, lambda x: self._save(x, *settings))
+        return self._save(x, *settings, stride and by_sample)
 
-    def _save(self, x, saving, shared, slot, kind, channels, extra_bits, stride=None):
-        """Quantize x, or share a copy. x is plain and lies in memory in the order of its dimensions.
+    def _quantize_alone(self, x, is_usual, slot, kind, features, extra_bits) -> SavedTensors:
+        """Quantize x for a layer without a model, or while a compiler or a transform traces."""
+        channels = self._channels_of(x, kind, features)
+
+        def save(x):
+            if not is_usual:
+                return self._quantize_traced(x, kind, channels, slot, extra_bits)
+            bits = _bits(self.bits, self.extra_bits, slot, extra_bits)
+            stride = None if x.is_contiguous() else layout.by_sample_stride(x)
+            return self._made(x, x.dtype, bits, kind, library.new_seed(x), channels, stride)
+
+        return in_storage_order(x, save)
+
+    def _save(self, x, saving, shared, slot, kind, channels, extra_bits, is_usual, stride=None):
+        """Quantize x, or share a copy. x lies in memory in the order of its dimensions.
 
         Args:
             x: the tensor.
@@ -255,6 +270,7 @@ class Quantizer:
             kind: the kind of the copy, unless x has a mask.
             channels: the number of channels that have a mean and a scale of their own.
             extra_bits: as in `quantize`.
+            is_usual: whether x is plain. If not, it is a meta or fake tensor.
             stride: the strides of the dequantized values, if they are not contiguous.
         """
         copies, mask, result = saving.shared, None, None
@@ -278,27 +294,28 @@ class Quantizer:
             if saved is not None:
                 saving.has_saved = True
                 return _for(self.name, saved) if saved.is_observed else saved
-        if result is None:
-            seed = saving.seed(x, purpose(self.name, slot))
+        if mask is not None:
+            kind = MASKED
+        if not is_usual:
+            made = self._quantize_traced(x, kind, channels, slot, extra_bits)
         else:
-            saving.has_saved = True
-            seed = _seed_of_result(saving, x, result.number[0], self.key)
-        if self.context.policy is None:
-            bits = _bits(self.bits, self.extra_bits, slot, extra_bits)
-            made = self._made(x, x.dtype, bits, kind, seed, channels, stride, mask)
-        else:
-            if mask is not None:
-                kind, channels = MASKED, 0
-            how = None, x.dtype, kind, mask, channels, saving.assignment
-            made = self._quantize_slot(x, seed, x.dtype, slot, *how)
+            if result is None:
+                seed = saving.seed(x, purpose(self.name, slot))
+            else:
+                saving.has_saved = True
+                seed = _seed_of_result(saving, x, result.number[0], self.key)
+            if self.context.policy is None:
+                bits = _bits(self.bits, self.extra_bits, slot, extra_bits)
+                made = self._made(x, x.dtype, bits, kind, seed, channels, stride, mask)
+            else:
+                how = None, x.dtype, kind, mask, channels, saving.assignment
+                made = self._quantize_slot(x, seed, x.dtype, slot, *how)
         if place is not None:
             copies.put(x, place, key, made)
         return made
 
     def _made(self, x, dtype, bits, kind, seed, channels, stride, mask=None, normalize=None):
         """Return a copy of x, or of x normalized by `normalize`, that is dequantized in `dtype` and with these strides."""
-        if mask is not None:
-            kind, channels = MASKED, 0
         if channels:
             normalize = copies.with_channels(x, normalize, channels)
         tensors = quantizer_ops.quantize(
@@ -313,58 +330,11 @@ class Quantizer:
         how = self.group_size, kind, mask is not None, channels > 0
         return SavedTensors(tensors, _spec(x.shape, stride, dtype, bits, *how))
 
-    def _quantize_unusual(self, x, features, settings, recomputes) -> SavedTensors:
-        """Do what `quantize` does for layers without a model, and for tensors that are not plain."""
-        x = has_arrived(x)
-        if self.recomputes_linear and settings[0] and recomputes:
-            saved = self.computed_again(x)
-            if saved is not None:
-                return saved
-        channels, is_usual = self._channels_of(x, settings[2], features), is_plain(x)
-        return in_storage_order(
-            x, lambda x: self._quantize_or_share(x, is_usual, channels, *settings)
-        )
-
     def _channels_of(self, x, kind, features) -> int:
         """Return the number of channels whose means and scales a copy of x has, or 0 if it has none."""
         if features is None or kind != ROTATED or x.dim() < 2:
             return 0
         return channels_of(x, tuple(dim % x.dim() for dim in features))
-
-    def _quantize_or_share(
-        self, x, is_usual, channels, shared, slot, kind, extra_bits
-    ) -> SavedTensors:
-        context = self.context
-        if context is None or not (is_usual or is_abstract(x)):
-            return self._quantize(x, x.dtype, kind, is_usual, None, slot, channels, extra_bits)
-        saving = context.saving(x)
-        copies = saving.shared
-        place = place_of(x) if shared and copies is not None else None
-        if place is None:
-            return self._quantize(x, x.dtype, kind, is_usual, saving, slot, channels, extra_bits)
-        key, result, mask, activation = self.key, None, None, None
-        saved = copies.get(place, key)
-        if copies.results and not saving.is_region:
-            result = copies.results.get(place)
-        # An activation chooses its copy by the forward before this one, so only equal settings share the copy.
-        if saved is None and result is None and place in copies.copies:
-            saved = copies.with_more_bits(place, key)
-        if copies.masks and (saved is None or channels) and kind == ROTATED:
-            mask = None if saving.is_region else copies.get_mask(x)
-            channels = channels if mask is None else 0
-        # An activation does not know the means and scales of channels while it computes its result.
-        if result is not None and not channels:
-            context.add_consumer(result, self)
-            activation = result.number[0]
-        if saved is None:
-            how = x.dtype, kind, is_usual, saving, slot, channels, extra_bits, activation, mask
-            saved = self._quantize(x, *how)
-            copies.put(x, place, key, saved)
-        else:
-            saving.has_saved = True
-            if saved.is_observed:
-                saved = _for(self.name, saved)
-        return saved
 
     def quantize_independent(
         self, x: torch.Tensor, *others: torch.Tensor, features: tuple[int, ...] | None = None
@@ -449,94 +419,50 @@ class Quantizer:
         if not is_usual:
             x = has_arrived(x)
             is_usual = is_plain(x)
-        kind = self.kind_of(ROTATED)
-        fits = inner is not None and rstd.dtype == torch.float32 and x.dtype != torch.float64
-        context = self.context
-        if (
-            is_usual and fits and x.is_contiguous()
-        ):  # the usual case, for which the host's time counts
-            by = Normalization(flat(mean), flat(rstd), inner)
-            channels = _channels(x.shape, None, features) if kind == ROTATED else 0
-            if context is None:
-                return self._quantize(x, torch.float32, kind, True, None, 0, channels, normalize=by)
-            saving = context.saving(x)
-            seed = saving.seed(x, purpose(self.name, 0))
-            if context.policy is not None:
-                how = by, x.dtype, kind, None, channels, saving.assignment
-                return self._quantize_slot(x, seed, torch.float32, 0, *how)
-            bits = _bits(self.bits, self.extra_bits, 0, 0)
-            return self._made(x, torch.float32, bits, kind, seed, channels, None, None, by)
-        channels = self._channels_of(x, kind, features)
-        fits = fits and layout.is_by_sample(x)
-        if fits and is_abstract(x):
+        kind, dtype = self.kind_of(ROTATED), x.dtype
+        fits = inner is not None and rstd.dtype == torch.float32 and dtype != torch.float64
+        stride = None if is_usual and x.is_contiguous() else x.stride()
+        if fits and (stride is None or layout.is_by_sample(x)):
             # A kernel normalizes while it quantizes, so no memory is taken for the normalized values.
-            copy = self._quantize_traced(x, kind, channels)
-            return copy._replace(spec=copy.spec._replace(dtype=torch.float32))
-        if fits and is_usual:
-            by = Normalization(flat(mean), flat(rstd), inner)
-            return self._quantize(x, torch.float32, kind, True, None, 0, channels, normalize=by)
-        input_dtype = x.dtype
+            if is_usual:
+                channels = _channels(x.shape, stride, features) if kind == ROTATED else 0
+                by = Normalization(flat(mean), flat(rstd), inner)
+                return self._save_normalized(x, torch.float32, kind, channels, stride, by, dtype)
+            if is_abstract(x):
+                copy = self._quantize_traced(x, kind, self._channels_of(x, kind, features))
+                return copy._replace(spec=copy.spec._replace(dtype=torch.float32))
+        channels = self._channels_of(x, kind, features)
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
-        how = kind, is_plain(x), None, 0, channels
-        return self._quantize(x, x.dtype, *how, input_dtype=input_dtype)
+        if not is_plain(x):
+            return self._quantize_traced(x, kind, channels)
+        stride = None if x.is_contiguous() else layout.by_sample_stride(x)
+        return self._save_normalized(x, x.dtype, kind, channels, stride, None, dtype)
 
-    def _quantize(
-        self,
-        x,
-        dtype,
-        kind,
-        is_usual,
-        saving=None,
-        slot=0,
-        channels=0,
-        extra_bits=0,
-        activation=None,
-        mask=None,
-        normalize=None,
-        input_dtype=None,
-    ) -> SavedTensors:
-        """Quantize x, or x normalized by `normalize`. The backward pass dequantizes the copy in `dtype`.
+    def _save_normalized(self, x, dtype, kind, channels, stride, normalize, input_dtype):
+        """Quantize x, or x normalized by `normalize`, for a norm. No other layer shares this copy as it is.
 
         Args:
-            x: the tensor.
+            x: a plain tensor.
             dtype: the dtype of the dequantized values.
-            kind: the kind of the copy, unless x has a mask.
-            is_usual: whether `is_plain(x)` is true.
-            saving: what `ForwardContext.saving` returned for x, or None if the layer is in no model or it was not called.
-            slot: the number of x among the layer's inputs.
-            channels: the number of channels that have a mean and a scale of their own. A masked copy has none.
-            extra_bits: as in `quantize`.
-            activation: the number of the activation in the forward pass whose result x is, or None.
-            mask: the mask that says where x is 0 (`saved/sharing.py`), or None.
+            kind: the kind of the copy.
+            channels: the number of channels that have a mean and a scale of their own.
+            stride: the strides of the dequantized values, if they are not contiguous.
             normalize: a `Normalization` without channels if x is to be normalized first; else None.
-            input_dtype: the dtype of the layer's input; None if it is the dtype of x.
+            input_dtype: the dtype of the norm's input.
         """
-        if mask is not None:
-            kind, channels = MASKED, 0
-        if not is_usual:
-            return self._quantize_traced(x, kind, channels, slot, extra_bits)
-        context = self.context
+        context, saving = self.context, None
         if context is None:
-            seed = self._seed_alone(x)
+            seed = library.new_seed(x)
         else:
-            saving = context.saving(x) if saving is None else saving
-            if activation is None:
-                seed = saving.seed(x, purpose(self.name, slot))
-            else:
-                saving.has_saved = True
-                seed = _seed_of_result(saving, x, activation, self.key)
-        if context is not None and context.policy is not None:
-            how = input_dtype or x.dtype, kind, mask, channels, saving.assignment
-            return self._quantize_slot(x, seed, dtype, slot, normalize, *how)
-        bits = _bits(self.bits, self.extra_bits, slot, extra_bits)
-        stride = None if x.is_contiguous() else layout.by_sample_stride(x)
-        return self._made(x, dtype, bits, kind, seed, channels, stride, mask, normalize)
-
-    def _seed_alone(self, x) -> torch.Tensor:
-        """Return the seed of x if the layer is in no model."""
-        return library.new_seed(x)
+            saving = context.saving(x)
+            seed = saving.seed(x, purpose(self.name, 0))
+            if context.policy is not None:
+                how = normalize, input_dtype, kind, None, channels, saving.assignment
+                return self._quantize_slot(x, seed, dtype, 0, *how)
+        bits = _bits(self.bits, self.extra_bits, 0, 0)
+        return self._made(x, dtype, bits, kind, seed, channels, stride, None, normalize)
 
     def _quantize_slot(
         self, x, seed, dtype, number, normalize, input_dtype, kind, mask, channels, assignment

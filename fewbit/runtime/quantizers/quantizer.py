@@ -255,7 +255,7 @@ class Quantizer:
                 return self._quantize_traced(x, kind, channels, slot, extra_bits)
             bits = _bits(self.bits, self.extra_bits, slot, extra_bits)
             stride = None if x.is_contiguous() else layout.by_sample_stride(x)
-            return self._made(x, x.dtype, bits, kind, library.new_seed(x), channels, stride)
+            return self._made(x, x.dtype, bits, kind, self._seed_alone(x), channels, stride)
 
         return in_storage_order(x, save)
 
@@ -454,7 +454,7 @@ class Quantizer:
         """
         context, saving = self.context, None
         if context is None:
-            seed = library.new_seed(x)
+            seed = self._seed_alone(x)
         else:
             saving = context.saving(x)
             seed = saving.seed(x, purpose(self.name, 0))
@@ -463,6 +463,10 @@ class Quantizer:
                 return self._quantize_slot(x, seed, dtype, 0, *how)
         bits = _bits(self.bits, self.extra_bits, 0, 0)
         return self._made(x, dtype, bits, kind, seed, channels, stride, None, normalize)
+
+    def _seed_alone(self, x) -> torch.Tensor:
+        """Return the seed of x if the layer is in no model."""
+        return library.new_seed(x)
 
     def _quantize_slot(
         self, x, seed, dtype, number, normalize, input_dtype, kind, mask, channels, assignment

@@ -180,7 +180,7 @@ ARMS = {
     "fewbit, 8 bits": Arm(compressed(8), **RANDOM),
     "fewbit, 4 bits": Arm(compressed(4), **RANDOM),
     "fewbit, 2 bits": Arm(compressed(2), **RANDOM),
-    "fewbit, AdaptiveBits(1.75)": Arm(compressed(fewbit.AdaptiveBits(1.75)), adapts=True, **RANDOM),
+    "fewbit, AdaptiveBits(2.5)": Arm(compressed(fewbit.AdaptiveBits(2.5)), adapts=True, **RANDOM),
     "fewbit, 2 bits, everything": Arm(compressed(2, everything=True), **RANDOM),
     "fewbit.compile, 2 bits": Arm(
         lambda module, backend: few(module, 2, backend), is_compiled=True, **RANDOM

@@ -279,7 +279,7 @@ def _call(name):
 @several_bits("--everything", of="Bits of models in which all layers are compressed", default="2")
 @several_bits(
     "--average",
-    of="Average bits, for example 1.75, of models with AdaptiveBits (level L3)",
+    of="Average bits, for example 2.5, of models with AdaptiveBits (level L3)",
     default="none",
     type=float,
 )

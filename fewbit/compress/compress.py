@@ -78,7 +78,7 @@ def compress_(
         bits: says who chooses the bits per element of quantized inputs: FixedBits, SampleBits, AdaptiveBits, Budget,
             ErrorBound, PreActivationBits, a Level of ActNN, or a BitConfig of your own. A whole number from 1 to 8
             stands for FixedBits, another number for AdaptiveBits with that average, None for FixedBits(4). A mapping,
-            such as {"kind": "adaptive", "average": 1.75}, stands for the BitConfig with these fields.
+            such as {"kind": "adaptive", "average": 2.5}, stands for the BitConfig with these fields.
         layers: settings of layers in place of the default settings: LayerSettings, or a mapping of its fields except
             `bits`.
         include: the modules to convert: one or several glob patterns of dotted module paths, or a function (path,
@@ -133,18 +133,10 @@ def compress_(
     conversion.context.policy = checked_policy(config, facts)
     allocator = _offloaded(conversion.context, offload)
     notes = _notes(given, config, offload, model, settings, allocator)
-    if _may_starve_attention(settings, conversion.report):
-        notes += (
-            "attention may get 1 bit, which biases gradients: compare with layers={'attention_bits': 3}",
-        )
     if is_second:
         notes += ("an earlier call of compress_ was undone: only the settings of this call hold",)
     report = _report(conversion.report, notes, model, settings, sample, before)
     return _reported(Controller(model, report, conversion.context, allocator, given), verbose)
-
-
-LEAST_AVERAGE = 1.75
-"""The least average of adaptive bits for which attention was seen to get enough bits (docs/decisions/0008)."""
 
 
 def _refuse(unknown: Mapping) -> None:
@@ -303,15 +295,6 @@ def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...
     if allocator is not None:
         notes.append(str(allocator))
     return tuple(notes)
-
-
-def _may_starve_attention(settings, report: Report) -> bool:
-    """Return whether a policy may give attention so few bits that training suffers (docs/decisions/0008)."""
-    is_low = settings.adapts and settings.bits < LEAST_AVERAGE and settings.attention_bits is None
-    if not is_low or any(row.attention is not None for row in report.converted):
-        return False
-    names = (name.lower() for row in report.converted for name in (row.path, row.before, row.after))
-    return any("attention" in name or "attn" in name for name in names)
 
 
 def _report(report: Report, notes, model, settings, sample, before) -> Report:

@@ -394,7 +394,7 @@ def as_config(bits) -> BitConfig:
     bits = plain_number(bits)
     if isinstance(bits, bool) or not isinstance(bits, int | float) or bits != bits:
         raise InputError(
-            "bits: expected a number from 1 to 8, or a configuration such as fewbit.AdaptiveBits(1.75), "
+            "bits: expected a number from 1 to 8, or a configuration such as fewbit.AdaptiveBits(2.5), "
             f"got {shorten(bits)}"
         )
     check_average(bits)

@@ -17,6 +17,7 @@ from fewbit.runtime.quantizers.quantizer import (
     is_differentiated,
     quantizer_of,
 )
+from fewbit.runtime.quantizers.spec import PermutedSpec, QuantizedTensorSpec
 from fewbit.runtime.saved.single_backward import SavingFunction, refuse_batches
 
 __all__ = ["prelu"]
@@ -111,8 +112,8 @@ class _PReLU(SavingFunction):
         dims = tuple(range(grad.dim()))
         has_signs = ctx.needs_input_grad[0]
         spec, _ = kept.copy("negative")
-        spec = getattr(spec, "inner", spec)
-        is_rotated = getattr(spec, "kind", UNIFORM) != UNIFORM
+        spec = spec.inner if isinstance(spec, PermutedSpec) else spec
+        is_rotated = isinstance(spec, QuantizedTensorSpec) and spec.kind != UNIFORM
         cost = gradient_errors.weight_cost
         if is_rotated and not has_signs:
             numbers = gradient_errors.squares(grad, dims).flatten()

@@ -29,7 +29,7 @@ class FewbitArgs(BaseModel):
 
     Attributes:
         fewbit: {name of an argument of `fewbit.compress_`: its value}, for example `{"bits": 2}`. Configuration objects
-            are mappings, such as `{"kind": "adaptive", "average": 1.75}` for `bits`. If the key is missing, the model is
+            are mappings, such as `{"kind": "adaptive", "average": 2.5}` for `bits`. If the key is missing, the model is
             not compressed.
     """
 

@@ -260,10 +260,11 @@ class AdaptivePolicy(ProbingPolicy):
         own = self.knowledge
         for layer, *_ in (*knowledge.slots, *(knowledge.sizes or ())):
             check_layer(layer, self._layers)
-        if knowledge.budget is not None and knowledge.budget == own.budget:
-            # Bits from a budget depend on the weights, and this policy's own bits may be older than the loaded weights.
-            return knowledge
-        return replace(own, slots=knowledge.slots)
+        # Bits from a budget depend on the weights, and this policy's own bits may be older than the loaded weights.
+        is_same_budget = knowledge.budget is not None and knowledge.budget == own.budget
+        found = knowledge if is_same_budget else replace(own, slots=knowledge.slots)
+        allocated(found)  # raises for numbers that no measurement gives
+        return found
 
     def check_result(self, result: dict[tuple[str, int], SlotVariance]) -> None:
         """Raise InputError if a result names a layer that the model does not have."""

@@ -17,7 +17,7 @@ import torch
 
 from fewbit.errors import InputError
 from fewbit.policies.processes import gather, groups_of, is_capturing, lag_of
-from fewbit.policies.records import Record, check_layer, plain, read, read_fields
+from fewbit.policies.records import Record, check_layer, plain, read, read_fields, wrong
 from fewbit.policies.schedule import PATIENCE, Schedule
 from fewbit.policies.unobserved import Unobserved
 from fewbit.runtime.interop.module_calls import PATH
@@ -25,7 +25,7 @@ from fewbit.runtime.saved.assignment import BitAssignment
 from fewbit.runtime.saved.bit_policy import SAMPLES, BitPolicy, wrong_state
 from fewbit.text import shorten
 
-VERSION = 1
+VERSION = 2
 _ENTRIES = "policy", "version", "settings", "schedule", "knowledge", "pending"
 """The entries of a state, besides those about numbered samples."""
 
@@ -321,7 +321,7 @@ class ProbingPolicy(BitPolicy):
         with self._lock:
             run = self._loaded if self._run is None else self._run.pending()
         pending = None
-        if run is not None:
+        if run is not None and run.result is not None:
             pending = {"path": run.path, "since": run.since, "is_merged": run.is_merged}
             pending["result"] = plain(run.result)
         values = plain(self.schedule), plain(self.knowledge), pending
@@ -343,6 +343,8 @@ class ProbingPolicy(BitPolicy):
             check_layer(path, self._layers, "module")
         loaded = self._read_result(state["pending"])
         knowledge = read_fields(self.Knowledge, state["knowledge"], "knowledge")
+        if not isinstance(state["settings"], Mapping):
+            raise wrong("settings", "a mapping", state["settings"])
         knowledge = self.fit(knowledge, state["settings"])
         super().load_state_dict({key: state[key] for key in SAMPLES if key in state})
         with self._lock:
@@ -350,12 +352,12 @@ class ProbingPolicy(BitPolicy):
 
     def _check_kind(self, state: Mapping) -> None:
         """Raise InputError unless the state is from this kind of policy, and of this version."""
-        if state.get("policy") != self.kind:
+        if "version" not in state or state.get("policy", self.kind) != self.kind:
             raise wrong_state(self.kind, state)
-        if state.get("version") != VERSION:
+        if state["version"] != VERSION:
             raise InputError(
                 f"expected version {VERSION} of a controller's state, as its state_dict() gave it, "
-                f"got {shorten(state.get('version'))}"
+                f"got {shorten(state['version'])}"
             )
         missing = [name for name in _ENTRIES if name not in state]
         if missing or state.keys() - {*_ENTRIES, *SAMPLES}:
@@ -366,6 +368,8 @@ class ProbingPolicy(BitPolicy):
     def _read_result(self, pending) -> ProbeRun | None:
         if pending is None:
             return None
+        if not isinstance(pending, Mapping):
+            raise wrong("pending", "the entries path, since, is_merged, result", pending)
         kinds = {"path": str, "since": int, "is_merged": bool, "result": self.Result}
         found = {
             name: read(kind, pending.get(name), f"pending.{name}") for name, kind in kinds.items()

@@ -89,7 +89,7 @@ def test_numbers_stand_for_configurations(given, expected, average):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: as_config("2"), "a configuration such as fewbit.AdaptiveBits(1.75), got '2'"),
+        (lambda: as_config("2"), "a configuration such as fewbit.AdaptiveBits(2.5), got '2'"),
         (lambda: as_config(True), "bits: expected a number from 1 to 8, or a configuration"),
         (lambda: as_config(fewbit.FixedBits), "bits: expected a number from 1 to 8, or a configuration"),
         (lambda: as_config(9), "expected a number from 1 to 8 for bits, got 9"),

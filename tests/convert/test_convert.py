@@ -482,7 +482,7 @@ FIELDS = "activation_bits, attention_bits, group_size, copies, functional, every
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"bits": "2"}, "bits: expected a number from 1 to 8, or a configuration such as fewbit.AdaptiveBits(1.75), got '2'"),
+        ({"bits": "2"}, "bits: expected a number from 1 to 8, or a configuration such as fewbit.AdaptiveBits(2.5), got '2'"),
         ({"layers": {"attention_bits": 3.5}}, f"layers: expected a whole number from 1 to 8 for attention_bits, got 3.5{AVERAGES}"),
         ({"layers": 4}, "layers: expected fewbit.LayerSettings, or a mapping of its fields, got 4"),
         ({"layers": {"bits": 2}}, "layers: expected no bits, because the argument bits gives them, here fewbit.FixedBits(4); got bits=2"),
@@ -952,21 +952,3 @@ def test_the_report_names_a_parent_of_all_modules_once():
     model.other = nn.Linear(8, 8)
     text = str(quiet(model).report)
     assert text.startswith("3 modules converted\n") and "\nbase_model_of_all.stem " in text
-
-
-@pytest.mark.parametrize(
-    ("bits", "options", "is_told"),
-    [
-        (fewbit.AdaptiveBits(1.5), {}, True),
-        (fewbit.AdaptiveBits(1.5), {"layers": {"attention_bits": 3}}, False),
-        (fewbit.AdaptiveBits(1.5), {"overrides": {"*": {"attention_bits": 3}}}, False),
-        (fewbit.AdaptiveBits(2), {}, False),
-        (1, {}, False),
-    ],
-)
-def test_the_report_says_that_attention_may_get_too_few_bits(bits, options, is_told):
-    model = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-    report = quiet(model, bits=bits, **options).report
-    assert ("attention may get 1 bit" in str(report)) == is_told
-    plain = nn.Sequential(nn.Linear(64, 64), nn.GELU())
-    assert "attention may" not in str(quiet(plain, bits=bits, **options).report)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from layers import bytes_by, relative, saved_by
 from samples import DTYPES, gradient, load_table, normal, same
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fewbit
 import fewbit.functional as F
@@ -218,3 +219,28 @@ def test_a_callable_that_reads_a_context_variable():
     F.pointwise(x, lambda x: torch.tanh(SCALE.get() * x), bits=4).sum().backward()
     SCALE.reset(token)
     assert relative(x.grad, 2 * (1 - torch.tanh(2 * x.detach()).square())) < 0.1
+
+
+def test_a_callable_whose_enclosed_value_changes_is_another_one(solutions):
+    scale = np.float64(1.0)
+
+    def function(x):
+        return torch.tanh(x * float(scale))
+
+    x = torch.zeros(4, requires_grad=True)
+    for value in (1.0, 3.0):
+        scale = np.float64(value)
+        slope = torch.autograd.grad(F.pointwise(x, function, bits=6).sum(), x)[0]
+        assert relative(slope, torch.full((4,), value)) < 0.05
+    assert len(solutions) == 2
+
+
+def test_a_trace_is_the_same_every_time():
+    """Nothing of the callable's own table is traced."""
+    x = torch.randn(8, requires_grad=True)
+
+    def traced():
+        graph = make_fx(lambda x: F.pointwise(x, torch.tanh, bits=2))(x).graph
+        return [str(node.target) for node in graph.nodes]
+
+    assert traced() == traced()

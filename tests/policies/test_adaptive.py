@@ -187,7 +187,7 @@ SLOT = "knowledge", "slots", 0
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("version",), None, "expected version 1 of a controller's state, as its state_dict() gave it, got None"),
+        (("version",), None, "expected version 2 of a controller's state, as its state_dict() gave it, got None"),
         (("schedule",), edited, "expected the entries policy, version, settings, schedule, knowledge, pending"),
         (("extra",), 1, "expected the entries policy, version"),
         (("schedule", "step"), 1.5, "schedule.step: expected a whole number, got 1.5"),

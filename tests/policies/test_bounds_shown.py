@@ -407,3 +407,13 @@ def test_a_state_from_before_the_first_step_is_one(bits):
     assert bool(controller.bounds) == isinstance(bits, fewbit.ErrorBound)
     controller.load_state_dict(state)
     assert not controller.bounds
+
+
+@pytest.mark.parametrize("bits", [fewbit.ErrorBound(), fewbit.AdaptiveBits(2)], ids=repr)
+def test_a_state_after_a_step_that_overflowed_can_be_loaded(bits):
+    model = called()
+    controller = fewbit.compress_(model, bits, verbose=False)
+    (model(X).sum() * math.inf).backward()
+    state = controller.state_dict()
+    controller.load_state_dict(state)
+    assert controller.state_dict() == state

@@ -149,7 +149,7 @@ def test_its_state_is_that_of_the_controller():
     again.load_state_dict(state)
     assert again.allocation == controller.allocation != before
     with pytest.raises(InputError, match="controller of LargestBits, got one of AdaptiveBits"):
-        controller.load_state_dict({"policy": "AdaptiveBits"})
+        controller.load_state_dict({"policy": "AdaptiveBits", "version": 2})
 
 
 def test_its_methods_are_those_of_the_controller():
@@ -221,7 +221,7 @@ def test_a_policy_needs_no_method_of_its_own():
     assert ratio.limit is None
     controller.load_state_dict(controller.state_dict())
     with pytest.raises(InputError, match="controller of LeastBits, got one of AdaptiveBits"):
-        controller.load_state_dict({"policy": "AdaptiveBits"})
+        controller.load_state_dict({"policy": "AdaptiveBits", "version": 2})
     controller.number_samples(torch.arange(32))
     model(X).sum().backward()
 

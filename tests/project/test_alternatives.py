@@ -42,7 +42,7 @@ README = {
     "hooks that save 8-bit integers": "int8 hooks",
     "fewbit, 4 bits": "fewbit, 4 bits",
     "fewbit, 2 bits": "fewbit, 2 bits",
-    "fewbit, `AdaptiveBits(1.75)`": "fewbit, AdaptiveBits(1.75)",
+    "fewbit, `AdaptiveBits(2.5)`": "fewbit, AdaptiveBits(2.5)",
     "`fewbit.compile`, 2 bits": "fewbit.compile, 2 bits",
     "fewbit, 2 bits, and `fewbit.checkpoint` of each block": "fewbit.checkpoint, fewbit, 2 bits",
 }

@@ -45,10 +45,11 @@ def callable_encoding_text(
     key = _identity(function), bits, device, dtype
     solved = _solved.get(key)
     if solved is None:
-        solved = _Solved(function, _apart(device, _solve, function, bits, device, dtype))
+        table = _apart(device, _solve, function, bits, device, dtype)
+        solved = _Solved(function, _used(function), table)
         _remember(key, solved)
     elif not is_plain:
-        _probe(function, device, dtype)
+        _apart(device, _probe, function, device, dtype)
     return text_of(solved.table)
 
 
@@ -104,9 +105,10 @@ def check_result(function, result) -> None:
 
 
 class _Solved(NamedTuple):
-    """The table of a callable. The reference to the callable keeps Python from reusing its id."""
+    """The table of a callable. The references to the callable and to what it uses keep Python from reusing their ids."""
 
     function: Callable
+    used: tuple
     table: Table
 
 
@@ -125,10 +127,16 @@ def _identity(function) -> tuple:
     if isinstance(function, types.MethodType):
         return id(function.__self__), id(function.__func__)
     if isinstance(function, types.FunctionType):
-        keywords = function.__kwdefaults__ or {}
-        used = (*contents(function), *(function.__defaults__ or ()), *keywords.values())
-        return (id(function.__code__), id(function.__globals__), *map(_key_of, used))
+        return (id(function.__code__), id(function.__globals__), *map(_key_of, _used(function)))
     return (id(function),)
+
+
+def _used(function) -> tuple:
+    """Return the values that a function encloses, and its defaults."""
+    if not isinstance(function, types.FunctionType):
+        return ()
+    keywords = function.__kwdefaults__ or {}
+    return (*contents(function), *(function.__defaults__ or ()), *keywords.values())
 
 
 def _key_of(value):

@@ -8,9 +8,7 @@ If a new version of torch needs changes in fewbit, the changes should be in this
 
 import torch
 
-LEAST_VERSION = "2.11"
-
-if torch.__version__ < LEAST_VERSION:
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
     raise ImportError(
-        f"fewbit needs torch {LEAST_VERSION} or newer, got torch {torch.__version__}: pip install --upgrade torch"
+        f"fewbit needs torch 2.11 or newer, got torch {torch.__version__}: pip install --upgrade torch"
     )

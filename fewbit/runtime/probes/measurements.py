@@ -1,6 +1,6 @@
 """The numbers that a probe measures at the nodes of the autograd graph, and the variances that follow from them.
 
-`variance_probe.py` explains the numbers own, out and gain. NoiseOfSlot from different sources is uncorrelated, so sums of squares
+`variance_probe.py` explains the numbers own, out and gain. Noise from different sources is uncorrelated, so sums of squares
 add up along the graph. Let S(node) be the sum of squares that noise in the incoming gradient of a node causes at all
 parameters below, divided by the sum of squares of the noise itself. Then
 
@@ -9,7 +9,7 @@ parameters below, divided by the sum of squares of the noise itself. Then
 and the variance that rounding the slot adds in all is  sum of own[p] + sum of out[e] S(node below e)
 (docs/guides/controller.md).
 
-NoiseOfSlot from one source that separates at a fork, such as the input of a residual block, has correlated parts where it comes
+Noise from one source that separates at a fork, such as the input of a residual block, has correlated parts where it comes
 together again, at the joins below (`joins.py`). In trained networks, branches undo part of what passes them, so the parts cancel each
 other. By how much is measured on the gradient itself: c(join) is the square of the gradient that arrives at the join, divided by the
 sum of the squares of its parts. With P(fork), the noise at the parameters between fork and joins, and G, the growth of squares from the
@@ -39,7 +39,7 @@ LEVELS = (1, 2)
 Level 1 stands for rounding to 1 bit. It is measured separately, because the noise of 1 bit differs most from that of other
 numbers of bits. Level 2 stands for rounding to the slot's own bits, but at least 2. From the variance at level 2 follows
 that at other bits, by the distortion of the slot's kind of copies (`runtime/format/distortion.py`). Each level is also the
-number of bits whose noise is drawn. NoiseOfSlot of more than 2 bits is noise of 2 bits, made smaller.
+number of bits whose noise is drawn. Noise of more than 2 bits is noise of 2 bits, made smaller.
 """
 LEAST_SHARE = 0.01
 """The part of the mean of |g[p]|^2 below which the gradient of a parameter counts as zero, as that of a key's bias is."""
@@ -172,7 +172,7 @@ def _sums_below(nodes: list[Node], host: dict, factors: list[list[float]]) -> li
     ]
     joins = joins_of([[n for n in node.below if n >= 0] for node in nodes])
     ends = frozenset().union(*filter(None, joins))
-    # NoiseOfSlot causes `before` at parameters above the next joins, and grows by `growths` on the way to each of these.
+    # Noise causes `before` at parameters above the next joins, and grows by `growths` on the way to each of these.
     before: list[float] = []
     growths: list[dict[int, float]] = []
     sums: list[float] = []

@@ -237,10 +237,12 @@ class Quantizer:
         if forward is None or forward.context is not context or top_hooks(False) is not None:
             forward = context.saving(x)
         stride, order, by_sample = None, None, True
+        # Sizes of fake tensors may be symbolic, which have no hash.
+        place, channels_in = (_place, _channels) if is_usual else (_place_of, _channels_in)
         if not x.is_contiguous():
             stride = x.stride()
-            order, by_sample = _place(x.shape, stride)
-        channels = _channels(x.shape, stride, features) if kind == ROTATED else 0
+            order, by_sample = place(x.shape, stride)
+        channels = channels_in(x.shape, stride, features) if kind == ROTATED else 0
         settings = forward, shared, slot, kind, channels, extra_bits, is_usual
         if order is not None:
             return in_order(x, order, lambda x: self._save(x, *settings))
@@ -636,19 +638,22 @@ def _quantize_by_codec(
     return tuple(tensors), CodecSpec(inner, spec)
 
 
-_place = lru_cache(maxsize=4096)(layout.place_in_storage)
+_place_of = layout.place_in_storage
+_place = lru_cache(maxsize=4096)(_place_of)
 
 
-@lru_cache(maxsize=4096)
-def _channels(shape, stride, features: tuple[int, ...] | None) -> int:
+def _channels_in(shape, stride, features: tuple[int, ...] | None) -> int:
     """Return the number of channels of a tensor of this shape and these strides; None stands for contiguous ones."""
     dims = len(shape)
     if features is None or dims < 2:
         return 0
     if stride is None:
         stride = layout.contiguous_stride(shape)
-    _, stride = _place(shape, stride)
+    _, stride = _place_of(shape, stride)
     return count_of(shape, stride, tuple(dim % dims for dim in features))
+
+
+_channels = lru_cache(maxsize=4096)(_channels_in)
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ root of the mean of |g^ - g|^2 / |g|^2 over draws of the random rounding, where 
 parameters for one batch, and g^ that of the compressed network. It is measured at the start of training, and after 200
 steps of exact training.
 
-Writes results/activation_bits.*: a row for each network, time, number of bits, and number of bits of activations.
+Writes results/activation_bits.json: a row for each network, time, number of bits, and number of bits of activations.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ orders of magnitude. A part is a group of samples of a layer's tensor: level L3 
 sample if there are fewer. Small instances are also solved exactly, by the dynamic program of
 tests/policies/test_allocation.py.
 
-Writes results/allocation.*.
+Writes results/allocation.json.
 """
 
 from __future__ import annotations

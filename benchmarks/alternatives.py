@@ -22,7 +22,7 @@ gradients are not trained again, except those of networks with batch norm.
 With --device cuda the same code runs on a GPU, in wall times; this has not been tried. No results are stored then,
 unless $OUT is set.
 
-Writes results/alternatives.*, a row for each network and arm, and the tables of docs/results/alternatives.md.
+Writes results/alternatives.json, a row for each network and arm, and the tables of docs/results/alternatives.md.
 """
 
 from __future__ import annotations

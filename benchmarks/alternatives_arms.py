@@ -15,8 +15,7 @@ import torch._inductor.config as inductor_config
 from alternatives_hooks import int8_hooks
 from alternatives_networks import fused_loss
 from compiled import FP8
-from compiled_networks import Step, checkpointed
-from compiled_times import few, plain
+from compiled_networks import Step, checkpointed, few, plain
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fewbit

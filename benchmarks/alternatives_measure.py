@@ -19,8 +19,7 @@ import torch._inductor.config as inductor_config
 from alternatives_arms import ALL, autocast
 from alternatives_memory import step_bytes
 from alternatives_networks import to_device
-from compiled_networks import Step
-from compiled_times import gradient
+from compiled_networks import Step, gradient
 from short_training import train_and_test
 
 SEEDS, STEPS, LEARNING_RATE = 3, 60, 1e-3

@@ -17,7 +17,7 @@ Two other codecs of imagecodecs, the library that `error-bounded` uses, are meas
 fixed-accuracy mode. "grid + zstd" rounds to multiples of twice the root of the bound, stores these as 8-bit or 16-bit
 integers, and compresses them by Zstandard at level 1.
 
-Writes results/codecs.* and prints a summary.
+Writes results/codecs.json and prints a summary.
 """
 
 from __future__ import annotations

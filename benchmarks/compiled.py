@@ -1,7 +1,6 @@
 """Saved bytes, gradient errors and times of compiled training: `fewbit.compile` beside what torch.compile offers.
 
     python benchmarks/compiled.py                 # bytes and errors: about 10 minutes on 2 cores
-    python benchmarks/compiled.py --times         # step times and compile times: at most 15 minutes; see compiled_times.py
     python benchmarks/compiled.py --bfloat16      # bytes and errors of models in bfloat16
     python benchmarks/compiled.py Llama           # only this network; stores nothing
 
@@ -18,7 +17,7 @@ error of infinitely many draws, estimated from the products of different draws' 
 then. "bias ±" is the standard error of the square, divided by twice the bias, or the root of the standard error if the bias
 is smaller than it.
 
-Writes results/compiled.* or results/compiled_bfloat16.*, a row for each network and arm.
+Writes results/compiled.json or results/compiled_bfloat16.json, a row for each network and arm.
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ import functools
 import math
 from contextlib import nullcontext
 
-import compiled_times
 import harness
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from compiled_networks import Step, checkpointed, networks
-from compiled_times import few, gradient, plain
+from compiled_networks import Step, checkpointed, few, gradient, networks, plain
 
 import fewbit
 
@@ -123,15 +120,12 @@ def main():
     parser.add_argument("networks", nargs="*", metavar="NETWORK")
     parser.add_argument("--draws", type=int, default=16, help="the gradients of each random arm")
     parser.add_argument("--bfloat16", action="store_true")
-    parser.add_argument("--times", action="store_true", help="measure times only")
     arguments = parser.parse_args()
     about = harness.machine("torch", "transformers") | {"fewbit": fewbit.__version__}
     print(about)
     name, function = "compiled", functools.partial(measure, count=arguments.draws)
     if arguments.bfloat16:
         name, function = f"{name}_bfloat16", functools.partial(function, dtype=torch.bfloat16)
-    if arguments.times:
-        name, function = "compiled_times", compiled_times.measure
     rows = [row for network in arguments.networks or networks() for row in function(network)]
     if not arguments.networks:
         harness.save(name, about, rows)

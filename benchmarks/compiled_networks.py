@@ -7,13 +7,16 @@ import functools
 import quantizer_choice
 import torch
 import torch.nn.functional as F
-from everything import VOCABULARY, EinsumBlock
 from quantizer_choice import Network
 from torch import nn
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-WIDTH, HEADS, BATCH, LENGTH = 128, 4, 16, 64
+import fewbit
+from fewbit.compiler.compiling import _aot_eager
+
+WIDTH, HEADS, BATCH, LENGTH, VOCABULARY = 128, 4, 16, 64, 256
 STEPS = 32
 """The number of tokens of recurrences, whose loops torch.compile unrolls."""
 
@@ -33,6 +36,24 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(*parts, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class EinsumBlock(nn.Module):
+    """Attention that is written with einsum, and a gate."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Parameter(torch.randn(3, width, width) / width**0.5)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        y = torch.einsum("ntd,kde->knte", self.norm(x), self.qkv)
+        q, k, v = y.unflatten(-1, (self.heads, -1))
+        scores = torch.einsum("nqhd,nkhd->nhqk", q, k) / q.shape[-1] ** 0.5
+        mixed = torch.einsum("nhqk,nkhd->nqhd", scores.softmax(-1), v).flatten(2)
+        return x + self.out(mixed * torch.sigmoid(y[0]))
 
 
 class Experts(nn.Module):
@@ -167,3 +188,23 @@ def checkpointed(module: Step, region=_torchs_region) -> Step:
     for block in found or [module.model]:
         block.forward = functools.partial(region, block.forward)
     return module
+
+
+def plain(module, backend="aot_eager"):
+    """Compile a module with torch's own partitioner."""
+    if backend == "aot_eager":
+        backend = _aot_eager(min_cut_rematerialization_partition)
+    return torch.compile(module, backend=backend)
+
+
+def few(module, bits, backend="aot_eager"):
+    """Compile a module with fewbit's partitioner."""
+    return fewbit.compile(module, bits, backend=backend)
+
+
+def gradient(module, run, batch, seed=0):
+    """Return the gradient of all parameters, as a float64 vector, after one step of a module that `run` calls."""
+    torch.manual_seed(seed)
+    module.zero_grad()
+    run(*batch).backward()
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).double()

@@ -1,7 +1,6 @@
 """Whole models trained with few bits: final losses compared with exact training over several seeds, and saved bytes.
 
     python benchmarks/compressed_training.py            # 10 to 25 minutes on 2 cores
-    python benchmarks/compressed_training.py --long     # the transformer with ten times as many steps, exact and 2 bits
     python benchmarks/compressed_training.py --quick    # one seed, a few steps, to check that it works
 
 The demo's transformer and a ResNet for 8 by 8 digits are built in plain torch.nn. `fewbit.compress_` converts them
@@ -12,8 +11,8 @@ Runs with the same seed have the same initial parameters and batches, so they ar
 "other batches", exact training that draws other batches: it shows how much a final loss depends on chance.
 Runs whose results are stored are not repeated.
 
-Writes results/compressed_training.* (a row for each run) and compressed_training_summary.*; with --long
-long_training.* and long_training_summary.*. The field "tenths" has the mean training loss in each tenth of the steps.
+Writes results/compressed_training.json (a row for each run) and compressed_training_summary.json. The field "tenths" has the
+mean training loss in each tenth of the steps.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ CHECKPOINTS = {
 """{name of an arm: the function that makes each block of the transformer a checkpointed region}."""
 ARMS = {"transformer": (*BITS, *ADAPTIVE, *CHECKPOINTS, OTHER_BATCHES), "resnet": BITS}
 SEEDS = {"transformer": 5, "resnet": 10}
-LONG, LONG_ARMS = {"transformer": 3}, {"transformer": (None, 2)}
 
 
 def build(network, seed, settings):
@@ -151,21 +149,16 @@ def show(records):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--long", action="store_true")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     arguments = parser.parse_args()
-    name = ("long" if arguments.long else "compressed") + "_training" + "_quick" * arguments.quick
-    networks, choices, steps = SEEDS, ARMS, training.Settings.steps
-    if arguments.long:
-        networks, choices, steps = LONG, LONG_ARMS, 10 * steps
-    if arguments.quick:
-        steps = 20
+    name = "compressed_training" + "_quick" * arguments.quick
+    steps = 20 if arguments.quick else training.Settings.steps
     tasks = [
         {"network": network, "bits": bits or 0, "seed": seed}
-        for seed in range(1 if arguments.quick else max(networks.values()))
-        for network in networks
-        if seed < networks[network]
-        for bits in choices[network]
+        for seed in range(1 if arguments.quick else max(SEEDS.values()))
+        for network in SEEDS
+        if seed < SEEDS[network]
+        for bits in ARMS[network]
     ]
     about = harness.machine("torch", "scikit-learn") | {"fewbit": fewbit.__version__}
     rows = harness.run_missing(name, about, run, tasks, arguments.jobs, steps)

@@ -15,7 +15,7 @@ memory before. The peak contains the gradients of hidden states and weight, 51 M
 the C library return large blocks to the system when they are freed, so that freed memory does not count. Losses and
 gradients are compared with torch's. The time is the processor time of a forward and a backward pass with one thread.
 
-Writes results/cross_entropy.* and results/cross_entropy_memory.*.
+Writes results/cross_entropy.json and results/cross_entropy_memory.json.
 """
 
 from __future__ import annotations

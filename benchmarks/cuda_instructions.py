@@ -9,7 +9,7 @@ repeats loops, so the counts are not times. They show what a change of a kernel 
 
 tests/project/test_cuda_instructions.py compares the counts for sm_90 with csrc/cuda/budgets.json.
 
-Writes results/cuda_instructions.*, a row for each kernel, element type and architecture.
+Writes results/cuda_instructions.json, a row for each kernel, element type and architecture.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ must read or write once. Times are medians between CUDA events.
 With --count, ncu runs each kernel again, and measures the instructions and the bytes of device memory for each element. It
 changes no setting of the GPU.
 
-Writes results/cuda_kernels.*.
+Writes results/cuda_kernels.json.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ nvcc compiles each source with line numbers, and nvdisasm disassembles the resul
 flow that runs the lines of `Path.through`. Slow paths, for other groups or special numbers, are longer or leave these lines out.
 An instruction counts even if its predicate is false, because it is issued.
 
-Writes results/cuda_paths.*, a row for each kernel.
+Writes results/cuda_paths.json, a row for each kernel.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ trained with the tables in CONTENDERS. Runs with the same seed have the same ini
 are compared in pairs. Measurements whose results are stored are not repeated. docs/decisions/0005 draws the
 conclusion.
 
-Writes results/default_table_gradients.*, default_table_training.* and default_table_pretrained.*. The last one has the errors of
+Writes results/default_table_gradients.json, default_table_training.* and default_table_pretrained.*. The last one has the errors of
 MiniLM's gradient if the GELUs alone are few-bit functions (`pretrained.py` explains the numbers); tables are fitted to each layer's
 pre-activations in two other batches. The pre-activations to which tables are fitted
 are stored in build/default_table/.

@@ -21,7 +21,7 @@ the exact gradient of a new batch, and g^ the compressed model's gradient in eig
 than the first, the ratio is measured for e^2 = 0.5 only. Runs whose results are stored are not repeated, except for
 arms named after --again.
 
-Writes results/error_bound.* (a row for each training run), error_bound_ratios.* (a row for each moment of a run),
+Writes results/error_bound.json (a row for each training run), error_bound_ratios.* (a row for each moment of a run),
 error_bound_summary.*, error_bound_cost.*, and docs/images/error_bound_*.png (`error_bound_plots.py`).
 """
 

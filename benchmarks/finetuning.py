@@ -10,7 +10,7 @@ standard library. LoRA trains adapters of rank 8 at all linear layers of the blo
 with the same seed have the same batches and the same adapters, so they are compared in pairs. The held-out loss is the mean over
 texts that no run trains on, in nats per token.
 
-Writes results/finetuning.* (a row for each run, with its losses), results/finetuning_summary.* and docs/images/finetuning_*.png.
+Writes results/finetuning.json (a row for each run, with its losses), results/finetuning_summary.json and docs/images/finetuning_*.png.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Each row is a model with a setting. The computed peak comes from fake tensors. The measured peak comes from a real step
 in a process of its own: the bytes of parameters, buffers, optimizer state and batch, and the greatest sum of the
-allocations and releases that the profiler records in the second step. The figures are in results/fits.json and .csv.
+allocations and releases that the profiler records in the second step. The figures are in results/fits.json.
 """
 
 from __future__ import annotations

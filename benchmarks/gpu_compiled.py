@@ -8,7 +8,7 @@ eager training, divided by the norm of the latter; the gradient of torch.compile
 rounded at other places. "first_s" is the time of building the model, compiling it and the first step. "peak_bytes" includes
 "before_bytes", the memory of the parameters and of the optimizer.
 
-Writes results/gpu_compiled.* after each arm.
+Writes results/gpu_compiled.json after each arm.
 """
 
 from __future__ import annotations

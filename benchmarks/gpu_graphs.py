@@ -4,7 +4,7 @@
 
 Models, data and steps are those of gpu_training.py. With the smaller batch, the GPU waits for Python unless the step is in a graph.
 
-Writes results/gpu_graphs.* after each arm.
+Writes results/gpu_graphs.json after each arm.
 """
 
 from __future__ import annotations

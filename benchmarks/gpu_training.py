@@ -20,7 +20,7 @@ The memory of the device is capped (--memory), so that the search for the larges
 the parameters, the gradients and the optimizer's state. On a CPU, the resident memory of the process is measured
 instead, minus that before the model was built. It includes freed memory that the C library keeps.
 
-Writes results/gpu_training.* after every check and arm, with --device cpu only if $OUT is set.
+Writes results/gpu_training.json after every check and arm, with --device cpu only if $OUT is set.
 """
 
 from __future__ import annotations

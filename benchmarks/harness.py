@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.metadata
 import json
 import multiprocessing
@@ -165,12 +164,7 @@ def run_missing(name, about, function, tasks, jobs, *settings):
 
 
 def save(name, about, rows):
-    """Write RESULTS/<name>.json (the machine `about` and the rows, a list of dicts) and <name>.csv (the rows)."""
+    """Write RESULTS/<name>.json: the machine `about` and the rows, a list of dicts."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     document = {"machine": about, "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    fields = list(dict.fromkeys(key for row in rows for key in row))
-    with open(RESULTS / f"{name}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        writer.writeheader()
-        writer.writerows(rows)

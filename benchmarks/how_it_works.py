@@ -9,7 +9,7 @@ Everything that the pictures show is computed here, from fixed seeds:
 - docs/images/how_copies.png: a group of 256 elements, and its uniform and its rotated copy with 2 bits.
 - docs/images/how_gradients.png: the error of the mean of n gradients, exact in expectation or biased.
 
-Writes the figures of the pictures to results/how_it_works.*.
+Writes the figures of the pictures to results/how_it_works.json.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ For appendix E of "Few-bit Backward" (ICML 2023), the ResNet has GELU. At level 
 The variance of a gradient g^ is half the mean of |g^ - g^'|^2 over pairs of draws, and its error is the mean of |g^ - g|^2, both over
 |g|^2 with the exact gradient g. Rows of "batches" have the variance of g from batch to batch.
 
-Writes results/levels.* with a row for each network, seed, method and number of bits, and levels_summary.* with means over seeds.
+Writes results/levels.json with a row for each network, seed, method and number of bits, and levels_summary.* with means over seeds.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ compresses the model with 4 or 2 bits. Runs with the same seed have the same ada
 compared in pairs. The exception is "other dropout", plain PEFT that draws other random numbers for dropout: it shows how
 much a final loss depends on chance. Runs whose results are stored are not repeated.
 
-Writes results/lora.* (a row for each run), results/lora_summary.* and results/lora_variants.* (bytes for other
+Writes results/lora.json (a row for each run), results/lora_summary.json and results/lora_variants.json (bytes for other
 settings of PEFT).
 """
 

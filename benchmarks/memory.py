@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py            # under a minute
 
-Prints fewbit's number, the paper's and their ratio, and writes results/memory.json and .csv. Columns whose names
+Prints fewbit's number, the paper's and their ratio, and writes results/memory.json. Columns whose names
 contain `allocated` have the numbers that torch's caching allocator would report for the same tensors
 (`caching_allocator.py`), because the paper's numbers contain the allocator's rounding.
 """

@@ -15,7 +15,7 @@ activations have 8 bits too, so that a wrong gradient shows: its cosine is not c
 "remains" lists the tensors that the model with 2 bits saves in full, by the reason that the meter gives, if they are at
 least 5 % of its bytes. It says why a model saves less than another.
 
-A model that fails has a row with the error. The script writes results/models.* and the table between the markers in
+A model that fails has a row with the error. The script writes results/models.json and the table between the markers in
 docs/results/models.md.
 """
 

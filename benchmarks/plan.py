@@ -8,7 +8,7 @@ roberta-base are untrained, of their real size, and have 4 batches of small synt
 and have 16 batches: "digits" is a ResNet after 5 epochs, and "characters" is the demo's transformer after 200 steps.
 
 The program fails if a prediction of bytes is not exact (for bits that adapt: not within 1 %), or if the predicted
-error of an untrained model is off by more than 20 %. Writes a row for each setting to results/plan.json and .csv. Rows
+error of an untrained model is off by more than 20 %. Writes a row for each setting to results/plan.json. Rows
 of models that are not named are kept. Takes some minutes for each large model on two cores.
 """
 

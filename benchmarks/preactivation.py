@@ -2,11 +2,11 @@
 
     python benchmarks/preactivation.py [--quick | --plot]
 
-- results/preactivation_memory.json and .csv: the bytes that pre-activation ResNets of several depths save in a forward
+- results/preactivation_memory.json: the bytes that pre-activation ResNets of several depths save in a forward
   of 32 by 32 images, with several numbers of bits. For comparison: the bytes by a formula (K bits per element and a
   standard deviation per channel), those of torch's own network, and those of a network that saves one exact tensor per
   block. Also docs/images/preactivation_memory.png.
-- results/preactivation_noise.json and .csv: for the weight of each convolution, the squared error of the gradient with
+- results/preactivation_noise.json: for the weight of each convolution, the squared error of the gradient with
   K bits, and the variance of the exact gradient between batches (figure 2, right). They are measured at the start and
   at the end of training on scikit-learn's digits. Also preactivation_noise_summary.json, with ratios of the two, and
   docs/images/preactivation_noise.png.

@@ -27,8 +27,8 @@ has 3 bits; and "8 bits, first third 2" and the like, where a third of the block
 - gain: error^2, minus that of 8 bits, over the squared error of 3 bits in a normal tensor (`distortion`). Errors of b bits of
   this kind add about gain * distortion(b) to error^2.
 
-Writes results/pretrained.* (in another dtype or with random weights results/pretrained_<dtype>.* or
-results/pretrained_random.*). Rows whose network and setting are measured anew replace earlier rows.
+Writes results/pretrained.json (in another dtype or with random weights results/pretrained_<dtype>.json or
+results/pretrained_random.json). Rows whose network and setting are measured anew replace earlier rows.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ layers, and PEFT adds LoRA adapters, all of whose matrices are random here, so t
 compresses the models with 4 or 2 bits. "cosine" is that of the angle between the gradient of all adapters and the gradient
 without fewbit, as the mean of several draws of the random rounding.
 
-Writes results/qlora.*.
+Writes results/qlora.json.
 """
 
 from __future__ import annotations

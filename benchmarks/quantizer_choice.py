@@ -10,7 +10,7 @@ steps of exact training ("late"). Copies of both kinds take the same bytes, exce
 uniform copies do not have. Attention has the same bits as the other tensors. Activations have the same bits
 too, but at least 3 (ReLU 1), so that their error does not hide that of the copies.
 
-Writes results/quantizer_choice.*: a row for each network, time and number of bits.
+Writes results/quantizer_choice.json: a row for each network, time and number of bits.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ There are three arms:
 - fixed signs: the same simulation with one set of signs for all draws. All draws are equal, so all of the error is
   bias.
 
-Writes results/rotated_bias.*.
+Writes results/rotated_bias.json.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ and their quartiles. The smaller tensors stay in the processor's caches, so thei
 With the largest tensor, the kernels also wait for memory. Before anything is timed, the kernels are compared with the
 reference backend.
 
-Writes results/rotated_kernels.json and .csv.
+Writes results/rotated_kernels.json.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ the error orthogonal to the group, divided by |y|^2.
 Masked groups are those of a ReLU's results: the mean is that of the elements that are not 0, which stay 0. Groups in which one
 element has more than an eighth of the sum of squares are rotated twice.
 
-Writes results/rotated_levels.*.
+Writes results/rotated_levels.json.
 """
 
 from __future__ import annotations

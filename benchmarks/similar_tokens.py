@@ -12,7 +12,7 @@ where D is the relative squared error of a single token.
 The kinds "rotated" and "uniform" are fewbit's copies with 2 bits, which draw new random numbers for each group. In "equal
 signs", all groups are rotated with the same signs. Then equal tokens have equal errors.
 
-Writes results/similar_tokens.*: a row for each shared part, kind and number of tokens. "error times N" is the relative
+Writes results/similar_tokens.json: a row for each shared part, kind and number of tokens. "error times N" is the relative
 squared error, times N.
 """
 

@@ -6,7 +6,7 @@ The logits are normal. The larger their standard deviation, the more of a row's 
 i has only the first i + 1 columns. The error is that of the gradient of the logits for a normal gradient of the
 result: the sum of its squares, divided by the sum of the squares of the exact gradient.
 
-Writes results/softmax_copies.*.
+Writes results/softmax_copies.json.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/solver.py            # everything, about 4 minutes on 2 cores
     python benchmarks/solver.py --quick    # small sizes, to check that it works
 
-Before a comparison is timed, it checks that both programs find the same optimum. Writes results/solver.json, .csv and
+Before a comparison is timed, it checks that both programs find the same optimum. Writes results/solver.json and
 docs/images/solver_times.png.
 """
 

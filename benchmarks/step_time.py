@@ -10,14 +10,11 @@ divided by the interval, is the cost of adapting. The arms take turns step by st
 is that of the medians in one process, and the median over several processes. First, gradients at 8 bits are compared
 with exact gradients.
 
-The breakdown is the own time of each operation in torch's profiler, by subject. The own time of a fewbit layer is what
-it takes to quantize and dequantize.
-
 Peak memory is the resident memory of a new process for each arm that takes two steps, minus that before the first
 step. MALLOC_MMAP_THRESHOLD_ makes the C library return large blocks to the system when they are freed, so that freed
 memory does not count.
 
-Writes results/step_time.*, results/adaptation_cost.*, results/step_breakdown.* and results/peak_memory.*.
+Writes results/step_time.json, results/adaptation_cost.json and results/peak_memory.json.
 """
 
 from __future__ import annotations
@@ -124,50 +121,6 @@ def times(case, settings, steps):
     return result
 
 
-# An operation belongs to the first subject that contains a beginning of the operation's name.
-SUBJECTS = {
-    "attention": (
-        "aten::_scaled_dot",
-        "_Attention",
-        "ScaledDot",
-        "aten::bmm",
-        "aten::baddbmm",
-        "aten::_softmax",
-    ),
-    "products and convolutions": (
-        "aten::mm",
-        "aten::addmm",
-        "aten::convolution",
-        "aten::mkldnn",
-        "aten::_convolution",
-        "aten::thnn",
-        "aten::_slow",
-    ),
-    "inputs of linear layers and convolutions": ("_Linear", "_Convolution"),
-    "norms": ("aten::native_layer_norm", "aten::native_batch_norm", "_LayerNorm", "_BatchNorm"),
-    "activations": ("aten::gelu", "aten::relu", "aten::clamp_min", "aten::threshold", "Activation"),
-    "pooling and dropout": ("aten::max_pool", "aten::avg_pool", "aten::mean", "_Max", "_Dropout"),
-}
-PROFILED_STEPS = 4
-
-
-def breakdown(case, settings, arm):
-    """Profile an arm. Return {subject: own time of its operations in one step, in milliseconds}."""
-    model = build(case, settings, arm)
-    x, y = batch(case, settings)
-    for _ in range(2):
-        loss(model, x, y).backward()
-    model.zero_grad(set_to_none=False)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for _ in range(PROFILED_STEPS):
-            loss(model, x, y).backward()
-    parts = dict.fromkeys((*SUBJECTS, "other"), 0.0)
-    for each in profile.key_averages():
-        found = (name for name, starts in SUBJECTS.items() if each.key.startswith(starts))
-        parts[next(found, "other")] += each.self_cpu_time_total / 1e3 / PROFILED_STEPS
-    return parts
-
-
 def peak(case, settings, arm):
     """Return the most bytes by which two training steps raise resident memory, and the saved bytes.
 
@@ -225,19 +178,6 @@ def adaptation_cost(rows):
         yield {"case": case, "extra_steps": extra, "interval": INTERVAL, "share_of_step": share}
 
 
-def measure_breakdown(cases, rounds=5):
-    """Yield a row for each arm and subject, with the median own time over rounds in which arms take turns."""
-    arms = "exact", 2, 4
-    for case, settings in cases.items():
-        found = [{arm: breakdown(case, settings, arm) for arm in arms} for _ in range(rounds)]
-        print(f"{case}: own time of a step in ms, {', '.join(map(str, arms))}")
-        for subject in found[0]["exact"]:
-            own = {arm: statistics.median(each[arm][subject] for each in found) for arm in arms}
-            print(f"  {subject:42}" + "".join(f"{own[arm]:10.1f}" for arm in arms))
-            for arm in arms:
-                yield {"case": case, "arm": arm, "subject": subject, "ms": own[arm]}
-
-
 def measure_peaks(cases):
     """Yield a row for each case and arm, with the peak of resident memory and the saved bytes."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # child processes inherit this
@@ -252,7 +192,7 @@ def measure_peaks(cases):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", choices=("times", "breakdown", "peaks"))
+    parser.add_argument("--only", choices=("times", "peaks"))
     parser.add_argument("--steps", type=int, default=15, help="of each process")
     parser.add_argument("--processes", type=int, default=3)
     arguments = parser.parse_args()
@@ -267,8 +207,6 @@ def main():
         steps = 3 if arguments.quick else arguments.steps
         made["step_time"] = list(measure_times(cases, steps, arguments.processes))
         made["adaptation_cost"] = list(adaptation_cost(made["step_time"]))
-    if arguments.only in (None, "breakdown"):
-        made["step_breakdown"] = list(measure_breakdown(cases))
     if arguments.only in (None, "peaks"):
         made["peak_memory"] = list(measure_peaks(cases if arguments.quick else cases | PEAKS))
     for name, rows in made.items():

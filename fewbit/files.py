@@ -1,4 +1,4 @@
-"""Functions that write a file completely or not at all."""
+"""Functions that write a file completely or not at all, and the folder for files that can be computed again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,25 @@ import stat
 from pathlib import Path
 
 from fewbit.errors import FewbitError, OutputExistsError
+
+
+def cache_folder(kind: str) -> Path | None:
+    """Return `$FEWBIT_CACHE`, else a folder in the user's cache folder, which may not exist yet.
+
+    Args:
+        kind: what the files are, the name of the folder.
+
+    Returns:
+        The folder. None, which means that nothing is cached, if the user has no home or platformdirs is not installed.
+    """
+    if os.environ.get("FEWBIT_CACHE"):
+        return Path(os.environ["FEWBIT_CACHE"])
+    try:
+        from platformdirs import user_cache_path
+    except ModuleNotFoundError:
+        return None
+    found = user_cache_path("fewbit") / kind
+    return found if found.is_absolute() else None
 
 
 def check_writable(path: str | os.PathLike, force: bool = False) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -14,7 +13,7 @@ from pathlib import Path
 from fewbit import functions
 from fewbit._version import __version__
 from fewbit.errors import FewbitError, SolveError
-from fewbit.files import write_atomic
+from fewbit.files import cache_folder, write_atomic
 from fewbit.schema.documents import parse_json, read_text
 from fewbit.solver.request import (
     check_request,
@@ -35,21 +34,6 @@ def tables_directory():
     """Return the directory of the shipped tables: the package `fewbit.tables`, or `tables/` in a checkout."""
     installed = Path(__file__).parents[1] / "tables"
     return installed if installed.is_dir() else Path(__file__).parents[2] / "tables"
-
-
-def cache_directory():
-    """Return `$FEWBIT_CACHE`, else the user's cache folder, which may not exist yet.
-
-    Return None, which means that nothing is cached, if the user has no home or platformdirs is not installed.
-    """
-    if os.environ.get("FEWBIT_CACHE"):
-        return Path(os.environ["FEWBIT_CACHE"])
-    try:
-        from platformdirs import user_cache_path
-    except ModuleNotFoundError:
-        return None
-    found = user_cache_path("fewbit") / "tables"
-    return found if found.is_absolute() else None
 
 
 @cache
@@ -83,7 +67,7 @@ def load_table(
 ) -> Table:
     """Return a table for a function: the shipped one if there is one, else a cached one, else a new one.
 
-    A table that is not shipped is solved on first use and stored in `cache_directory`. If the function is not built in,
+    A table that is not shipped is solved on first use and stored in the user's cache folder. If the function is not built in,
     or the weight is a callable, the table is solved anew at every call. All arguments are as in `fewbit.solve`.
 
     Args:
@@ -187,7 +171,7 @@ def _cached(name, asked, expected, solved):
     """
     asked = json.loads(json.dumps(asked))
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
-    directory = cache_directory()
+    directory = cache_folder("tables")
     if directory is None:
         return solved()
     path = directory / f"{name}-{digest}.json"

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fewbit.compiler import self_check
 from fewbit.compiler.seeds import counter_of
 from fewbit.config import BitConfig, FixedBits, LayerSettings, as_config
 from fewbit.convert.select import Selection
 from fewbit.convert.settings import ResolvedSettings, resolve
 from fewbit.errors import CompileWarning, InputError
 
-TESTED = ("2.11", "2.13")
-"""The versions of torch whose partitioner fewbit's was tested with."""
 _BACKENDS = "inductor", "aot_eager"
 
 
@@ -61,7 +60,7 @@ def compile(
         InputError: an argument cannot be used.
 
     Warns:
-        CompileWarning: the version of torch is not 2.11 or 2.13, or torch.compile is disabled. The model then saves exact
+        CompileWarning: a check found that this version of torch does not work with fewbit's partitioner, or torch.compile is disabled. The model then saves exact
             tensors, and there is no `partitioner`. Calls of the compiled model give this warning if a part of the model
             saves exact tensors, because torch.compile has left it to Python.
     """
@@ -128,7 +127,7 @@ def _arguments(
 ):
     """Check the arguments of `compile`. Return a partitioner and the arguments of torch.compile.
 
-    The partitioner is None if fewbit was not tested with this version of torch.
+    The partitioner is None if it does not work with this version of torch.
     """
     from torch._dynamo import OptimizedModule  # takes seconds
 
@@ -192,15 +191,15 @@ def _partitioner(
     is_inductor: bool = False,
     stacklevel: int = 3,
 ):
-    """Return a `Partitioner`, or None with a warning if fewbit was not tested with this version of torch."""
-    if torch.__version__.startswith(tuple(f"{version}." for version in TESTED)):
+    """Return a `Partitioner`, or None with a warning if it does not work with this version of torch."""
+    failure = self_check.failure()
+    if failure is None:
         # Another version of torch may lack the private interfaces that this module imports.
         from fewbit.compiler.partitioner import Partitioner
 
         return Partitioner(settings, own, paths, is_inductor)
     _warn(
-        f"expected torch {', '.join(TESTED)}, with which fewbit.compile is tested, got torch {torch.__version__}: the "
-        "compiled code saves exact tensors",
+        f"fewbit.compile does not work with torch {torch.__version__} ({failure}): the compiled code saves exact tensors",
         stacklevel,
     )
     return None

@@ -11,6 +11,7 @@ from fresh_process import run
 
 import fewbit
 from fewbit.catalog import store
+from fewbit.files import cache_folder
 
 
 @pytest.fixture
@@ -178,11 +179,11 @@ def test_an_unusable_cache_is_one_warning(what, tmp_path, monkeypatch):
 
 def test_without_a_home_nothing_is_cached(tmp_path, monkeypatch):
     monkeypatch.delenv("FEWBIT_CACHE")
-    cached = store.cache_directory()
+    cached = cache_folder("tables")
     assert "fewbit" in cached.parts and os.path.isabs(cached)
     monkeypatch.setattr("platformdirs.user_cache_path", lambda name: Path("~/.cache") / name)
     monkeypatch.chdir(tmp_path)
-    assert store.cache_directory() is None
+    assert cache_folder("tables") is None
     assert fewbit.load_table("elu", **ELU).bits == 2
     assert not list(tmp_path.iterdir())
 

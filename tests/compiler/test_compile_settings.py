@@ -1,5 +1,7 @@
 """The arguments of `fewbit.compile` and `fewbit.partition_fn`, and the report."""
 
+import re
+
 import pytest
 import torch
 from compiled_models import MARKS, gradient, made
@@ -7,9 +9,10 @@ from composed import Composed
 from layers import relative
 from samples import normal
 from torch import nn
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import fewbit
-from fewbit.compiler import compiling
+from fewbit.compiler import partitioner, self_check
 
 pytestmark = MARKS
 
@@ -108,16 +111,63 @@ def test_the_report():
     assert len(report.records()) == len(report.rows)
 
 
+def _refuses(*_, **__):
+    raise RuntimeError("no such argument")
+
+
+def _torchs(_, module, inputs, **options):
+    return min_cut_rematerialization_partition(module, inputs, **options)
+
+
 @pytest.mark.inductor
-def test_an_untested_torch_saves_exact_tensors(monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "name", "change", "message"),
+    [
+        (partitioner.Partitioner, "_rewrite", _refuses, "no such argument"),
+        (
+            partitioner.Partitioner,
+            "__call__",
+            _torchs,
+            "saves [0-9]+ bytes with 8 bits, and [0-9]+ in",
+        ),
+        (self_check, "_LARGEST_ERROR", 0, "gradient of a compiled network has an error of"),
+        (
+            self_check,
+            "_forward",
+            lambda network, x: (network(x) * float(type(network) is self_check._Network), 1),
+            "results",
+        ),
+    ],
+)
+def test_a_torch_that_fails_the_check_saves_exact_tensors(
+    monkeypatch, place, name, change, message
+):
     model, x = made("gated")
-    monkeypatch.setattr(compiling, "TESTED", ("1.0",))
-    with pytest.warns(
-        UserWarning, match=r"expected torch 1\.0, with which fewbit.compile is tested, got torch"
-    ):
-        compiled = fewbit.compile(model, 2, backend="aot_eager")
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, change)
+        patch.setattr(self_check, "failure", self_check.run)
+        with pytest.warns(
+            UserWarning,
+            match=rf"does not work with torch {re.escape(torch.__version__)} \(.*{message}",
+        ):
+            compiled = fewbit.compile(model, 2, backend="aot_eager")
     assert not hasattr(compiled, "partitioner")
     torch.testing.assert_close(gradient(model, compiled, x), gradient(model, model, x))
+
+
+@pytest.mark.inductor
+def test_the_check_runs_once_for_each_version_of_torch(monkeypatch, tmp_path):
+    monkeypatch.setenv("FEWBIT_CACHE", str(tmp_path / "cache"))
+    state, results = torch.get_rng_state(), [None, "something else", "something else"]
+    assert self_check.run() is None
+    assert torch.equal(torch.get_rng_state(), state)
+    monkeypatch.setattr(self_check, "run", lambda: results.pop(0))
+    check = self_check.failure.__wrapped__
+    assert check() is None
+    assert check() is None  # a file in the cache says so
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert check() == "something else"
+    assert check() == "something else"
 
 
 @pytest.mark.inductor

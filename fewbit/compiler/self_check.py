@@ -1,0 +1,135 @@
+"""A check that the installed torch works with fewbit's partitioner, which uses private interfaces of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fewbit.config import FixedBits
+from fewbit.convert.settings import resolve
+from fewbit.files import cache_folder
+from fewbit.text import one_line
+
+_BITS = 8
+_LARGEST_ERROR = 0.05
+"""The largest error of a gradient with 8 bits, divided by the norm of the exact gradient. It is about .01."""
+_LARGEST_SHARE = 0.4
+"""The largest share of the exact bytes that may be saved with 8 bits. It is about .25."""
+
+
+@cache
+def failure() -> str | None:
+    """Return in a few words what does not work with the installed torch; None if all works.
+
+    A small network is compiled and run. Its result, its gradients and its saved bytes are compared with what they must be. This
+    takes seconds, so if all works, a file in the user's cache folder says so for this version of torch and this code.
+    """
+    if torch._dynamo.config.disable:
+        return None
+    mark = _mark()
+    if mark is not None and mark.exists():
+        return None
+    found = run()
+    if found is None and mark is not None:
+        with contextlib.suppress(OSError):  # the next process checks again
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+    return found
+
+
+def run() -> str | None:
+    """Run the check. Return in a few words what fails, or None."""
+    try:
+        with (
+            _disable_current_modes(),
+            warnings.catch_warnings(),
+            torch.device("cpu"),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.random.fork_rng(devices=[]),
+        ):
+            warnings.simplefilter("ignore")  # warnings may be errors in this program
+            return _compared()
+    except Exception as error:
+        return one_line(error)
+
+
+def _compared() -> str | None:
+    from fewbit.compiler.compiling import _aot_eager
+    from fewbit.compiler.partitioner import Partitioner
+
+    if not hasattr(torch._inductor.config, "custom_partitioner_fn"):
+        return "torch._inductor.config has no custom_partitioner_fn"
+    torch.manual_seed(0)
+    exact, x = _Network().to(torch.float32), torch.randn(8, 32, 64, dtype=torch.float32)
+    network = copy.deepcopy(exact)
+    backend = _aot_eager(Partitioner(resolve(FixedBits(_BITS), None)))
+    # AOTAutograd's cache on disk might have the code of another version of fewbit.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        compiled = torch.compile(network, backend=backend)
+        compiled(x).sum().backward()
+        network.zero_grad()
+        y, saved = _forward(compiled, x)
+        y.square().sum().backward()
+    expected, all_bytes = _forward(exact, x)
+    expected.square().sum().backward()
+    if not torch.allclose(y, expected, rtol=1e-3, atol=1e-4):
+        return "the results of a compiled network differ from those of the network"
+    if saved > _LARGEST_SHARE * all_bytes:
+        return f"a compiled network saves {saved} bytes with {_BITS} bits, and {all_bytes} in exact training"
+    found, true = (
+        torch.cat([parameter.grad.flatten() for parameter in of.parameters()])
+        for of in (network, exact)
+    )
+    error = float((found - true).norm() / true.norm())
+    if not error < _LARGEST_ERROR:
+        return f"the gradient of a compiled network has an error of {error:.2g} with {_BITS} bits"
+    return None
+
+
+class _Network(nn.Module):
+    """A small network with a norm, linear layers, attention and an activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(64), nn.Linear(64, 192)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        parts = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        x = x + nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+def _forward(network, x) -> tuple[torch.Tensor, int]:
+    """Return network(x), and the bytes that the forward pass saves, apart from parameters and x."""
+    sizes = {}
+
+    def pack(saved):
+        storage = saved.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        y = network(x)
+    existed = {tensor.untyped_storage().data_ptr() for tensor in (x, *network.parameters())}
+    return y, sum(size for address, size in sizes.items() if address not in existed)
+
+
+def _mark() -> Path | None:
+    """Return the file that exists if the check has passed; None if there is no cache folder."""
+    folder = cache_folder("compile")
+    if folder is None:
+        return None
+    code = hashlib.blake2b(digest_size=8)
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        code.update(path.read_bytes())
+    return folder / f"works-with-torch-{torch.__version__}-{code.hexdigest()}"

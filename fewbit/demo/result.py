@@ -244,9 +244,9 @@ class Demo(Result):
         yield "loss: nats per character of held-out text."
         yield "With the same seed, all rows start with the same parameters and see the same batches."
         if any(arm.everything is not None for arm in self.arms):
-            yield "all: every layer's input quantized to those bits, attention's to 4, GELU at 3 (compress_)."
+            yield "all: every layer's input has those bits, keys, queries and norms some more, and GELU 3 (compress_)."
         if any(arm.level == "L3" for arm in self.arms):
-            yield "L3: the same bytes, of all but attention shared between samples and layers."
+            yield "L3: those bits on average, which all samples and layers share (AdaptiveBits)."
         if self.seeds > 1:
             yield f"means of {self.seeds} seeds ± standard deviation; differences in pairs."
         yardstick = self.yardstick

@@ -206,6 +206,38 @@ def test_inside_a_converted_model():
     assert all(weight.grad.isfinite().all() for weight in model.parameters())
 
 
+CHAINS = {  # layers whose results are computed again from a copy that an earlier layer has saved
+    "relu": lambda: [
+        nn.Conv2d(4, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3),
+        nn.ReLU(),
+    ],
+    "gelu": lambda: [nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.Conv2d(4, 4, 3)],
+    "dropout": lambda: [nn.BatchNorm2d(4), nn.GELU(), nn.Dropout(0.1), nn.Conv2d(4, 4, 3)],
+    "padding": lambda: [nn.BatchNorm2d(4), nn.ReLU(), nn.ZeroPad2d(1), nn.Conv2d(4, 4, 3)],
+}
+
+
+@pytest.mark.parametrize("region", [exact, few(8)], ids=["torch", "fewbit"])
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_forward_that_is_a_region(name, region):
+    """The second run calls the layers one by one, outside of any call of the model, and saves the same tensors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(*CHAINS[name]()))
+    x, found = normal((4, 3, 16, 16), scale=1.0), []
+    for bits in (None, 8):
+        if bits is not None:
+            fewbit.compress_(model, bits, verbose=False)
+            model[1].forward = partial(region, model[1].forward)
+        model.zero_grad()
+        torch.manual_seed(1)
+        model(x).square().sum().backward()
+        found.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+    assert relative(found[1], found[0]) < 0.05
+
+
 REFUSED = [  # (function, its options, the message)
     *((block(), options, "expected .*, got") for options in ({"bits": 0}, {"bits": 9}, {"group_size": 33})),
     (block(), {"use_reentrant": True}, "no gradients; use torc"),

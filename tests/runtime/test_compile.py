@@ -315,6 +315,7 @@ def test_export(device):
         torch.testing.assert_close(again(x), model(x).detach())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 def test_trace_records_torchs_own_function():
     model = nn.Sequential(nn.Linear(4, 4), fewbit.GELU(), fewbit.Pointwise(torch.tanh, table=TANH))
     traced = torch.jit.trace(model, normal((3, 4)))

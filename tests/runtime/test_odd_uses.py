@@ -270,6 +270,7 @@ def test_what_is_compiled_in_a_converted_model(order, backend, full):
 # -- settings of parts -----------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 def test_a_scripted_part_is_left_alone():
     model = nn.Sequential(nn.Linear(6, 6), torch.jit.script(nn.Linear(6, 6)), nn.GELU())
     y = model(normal((3, 6)))

@@ -17,6 +17,7 @@ import torch
 
 from fewbit.config import ROTATED, UNIFORM
 from fewbit.runtime.format.buffers import FLOATING
+from fewbit.runtime.interop import CLAMP_HAS_GRADIENT_AT_ENDS
 from fewbit.runtime.quantizers import integers
 from fewbit.runtime.quantizers.spec import SavedTensors
 
@@ -181,7 +182,7 @@ class InsideRule(OneBit):
     """The gradient depends only on which elements are in an interval, as that of torch.clamp does.
 
     Attributes:
-        least: the lower end of the interval, which belongs to it; None if there is none.
+        least: the lower end of the interval; None if there is none. The ends have a gradient before torch 2.14.
         greatest: the upper end, in the same form. One of the two ends is given.
     """
 
@@ -190,14 +191,26 @@ class InsideRule(OneBit):
 
     def compress(self, x, settings):
         """Return a packed bit for each element."""
-        is_inside = torch.ones_like(x, dtype=torch.bool) if self.least is None else x >= self.least
+        reaches, stays_below = (
+            (torch.ge, torch.le) if CLAMP_HAS_GRADIENT_AT_ENDS else (torch.gt, torch.lt)
+        )
+        inside = torch.ones_like(x, dtype=torch.bool)
+        if self.least is not None:
+            inside &= reaches(x, self.least)
         if self.greatest is not None:
-            is_inside = is_inside & (x <= self.greatest)
-        tensors, spec, *_ = integers.pack(is_inside, 2)
-        inside = self.greatest if self.least is None else self.least
-        return SavedTensors(
-            tensors, _ChoiceSpec(spec, x.dtype, inside, math.nan)
-        )  # NaN is in no interval
+            inside &= stays_below(x, self.greatest)
+        tensors, spec, *_ = integers.pack(inside, 2)
+        # NaN is in no interval.
+        return SavedTensors(tensors, _ChoiceSpec(spec, x.dtype, self._point(), math.nan))
+
+    def _point(self) -> float:
+        """Return a number within the interval, and not at its ends."""
+        least = -math.inf if self.least is None else self.least
+        greatest = math.inf if self.greatest is None else self.greatest
+        if math.isfinite(least) and math.isfinite(greatest):
+            return (least + greatest) / 2
+        end = least if math.isfinite(least) else greatest
+        return end + max(1.0, abs(end)) * (1 if end == least else -1) if math.isfinite(end) else 0.0
 
 
 @dataclass(frozen=True)

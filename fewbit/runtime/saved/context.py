@@ -199,6 +199,7 @@ class ForwardContext:
         entry = self._regions.get(region)
         if entry is None:
             entry = self._regions[region] = _Region(saving, saving.count(_REGION))
+            _owners.setdefault(region, weakref.ref(self))
         return entry
 
     def _recorded(self) -> Saving | None:
@@ -359,10 +360,17 @@ class _Local(threading.local):
             self.latest = None
 
 
+_owners = weakref.WeakKeyDictionary()  # {region: weak reference to the context in whose forward pass it began}
+
+
 def current() -> ForwardContext | None:
-    """Return the context of the model whose forward pass runs in this thread, or None."""
+    """Return the context of the model whose forward pass, or a region of it, runs in this thread; None if there is none."""
     forward = running.forward
-    return None if forward is None else forward.context
+    if forward is not None:
+        return forward.context
+    hook = checkpoint_hook()
+    region = None if hook is None else region_of(hook)
+    return None if region not in _owners else _owners[region]()
 
 
 def contexts_of(model: nn.Module) -> Iterator[ForwardContext]:

@@ -149,9 +149,8 @@ def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, q
     if not torch.compiler.is_compiling():
         arguments = view, mean, var, weight, bias, momentum, eps, copies, quantizer
         return _BatchNormFunction.call(x, *arguments)[0]
-    # Dynamo puts a symbolic eps into the first graph that uses eps. That must not be the graph of the
-    # Function, so eps is used here.
-    eps = eps + 0.0
+    # Dynamo would put a symbolic eps into the graph of the Function, where the statistics below could not use it.
+    eps = torch.fx.experimental.symbolic_shapes.guard_scalar(eps)
     # A compiler cannot trace in-place changes inside a Function, so the running statistics are updated below.
     arguments = view, None, None, weight, bias, momentum, eps, copies, quantizer
     y, batch_mean, rstd = _BatchNormFunction.call(x, *arguments)

@@ -8,6 +8,7 @@ from layers import relative
 from torch import nn
 
 import fewbit
+from fewbit.compiler import self_check
 
 pytestmark = MARKS
 
@@ -28,6 +29,7 @@ def test_sizes_that_vary(name, dynamic, backend):
     model, x = made(name)
     model.dropout = 0.0  # compiled code draws other masks than eager mode
     batches = [x[:size] for size in (len(x), len(x) * 3 // 4, len(x) // 2)]
+    assert self_check.failure() is None  # which compiles a graph
     graphs = {}
     for bits, overrides in ((None, EXACT), (8, None)):
         torch._dynamo.reset()
@@ -37,7 +39,7 @@ def test_sizes_that_vary(name, dynamic, backend):
         compiled = fewbit.compile(model, bits, overrides=overrides, **settings)
         found = [gradient(model, compiled, batch) for batch in batches]
         graphs[bits] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs[8] == graphs[None] <= 2
+    assert graphs[8] <= graphs[None] <= 2
     for batch, few_bit in zip(batches, found, strict=True):
         assert 0 < relative(few_bit, gradient(model, model, batch)) < 0.02
 

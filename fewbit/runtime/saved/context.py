@@ -360,7 +360,9 @@ class _Local(threading.local):
             self.latest = None
 
 
-_owners = weakref.WeakKeyDictionary()  # {region: weak reference to the context in whose forward pass it began}
+_owners = (
+    weakref.WeakKeyDictionary()
+)  # {region: weak reference to the context in whose forward pass it began}
 
 
 def current() -> ForwardContext | None:

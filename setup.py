@@ -6,7 +6,8 @@ Environment variables:
 FEWBIT_KERNELS             auto (default): build them if there is a C++ compiler; 1: fail if there is none;
                            0: do not build them, which leaves the slower reference backend
 FEWBIT_CUDA                auto (default): build CUDA kernels if nvcc is found (PATH, CUDA_HOME), for this machine's
-                           GPUs; without a GPU only PTX for the oldest supported architecture;
+                           GPUs; without a GPU only PTX for the oldest supported architecture. If there is a GPU and no nvcc,
+                           pip gets nvcc for the build (build_backend.py);
                            1: build for all architectures in CUDA_ARCHITECTURES, fail if there is no nvcc;
                            0: build no CUDA kernels
 FEWBIT_CUDA_ARCHITECTURES  compute capabilities to build for, such as "80 90", or "all" in CUDA_ARCHITECTURES, in place of
@@ -14,7 +15,6 @@ FEWBIT_CUDA_ARCHITECTURES  compute capabilities to build for, such as "80 90", o
 FEWBIT_LOCAL_VERSION       a label, such as cu13, which is added to the version of the package, as in 0.1.0+cu13
 """
 
-import ctypes
 import os
 import platform
 import re
@@ -27,9 +27,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parent))
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
+
+from build_backend import installed_nvcc, present_gpus
 
 CSRC = Path("csrc")
 SLOWEST = "rotated_quantize", "rotated", "cpu", "module"
@@ -142,10 +145,11 @@ def find_nvcc():
     mode = choice("FEWBIT_CUDA")
     if mode == "0":
         return None
-    home = os.environ.get("CUDA_HOME")
-    nvcc = (home and shutil.which("nvcc", path=str(Path(home, "bin")))) or shutil.which("nvcc")
+    nvcc = installed_nvcc()
     if mode == "1" and not nvcc:
-        raise CompileError("FEWBIT_CUDA=1, but nvcc was found neither on PATH nor in CUDA_HOME")
+        raise CompileError(
+            "FEWBIT_CUDA=1, but nvcc was found neither on PATH, nor in CUDA_HOME, nor in NVIDIA's packages"
+        )
     return nvcc
 
 
@@ -227,27 +231,6 @@ def cuda_architectures(nvcc):
         serving = [[a for a in known if min(supported) <= a <= gpu] for gpu in present_gpus()]
         chosen = {max(each) for each in serving if each}
     return sorted(chosen), max(chosen) if chosen else min(supported)
-
-
-def present_gpus():
-    """Return the compute capabilities of this machine's GPUs, times 10, from the driver: torch may not be installed."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return set()
-    count = ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return set()
-    return {
-        10 * attribute(driver, gpu, 75) + attribute(driver, gpu, 76) for gpu in range(count.value)
-    }
-
-
-def attribute(driver, gpu, number):
-    """Return a device attribute by its number in cuda.h: 75 is the major compute capability, 76 the minor one."""
-    value = ctypes.c_int()
-    driver.cuDeviceGetAttribute(ctypes.byref(value), number, gpu)
-    return value.value
 
 
 def object_of(name):

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.skipif(
 def test_kernels_of_an_earlier_build_do_not_stay(tmp_path):
     """Old kernels would be packed into a wheel, or imported, although none were asked for."""
     pytest.importorskip("setuptools")
-    shutil.copy(SETUP, tmp_path)
+    for name in ("setup.py", "build_backend.py"):
+        shutil.copy(SETUP.parent / name, tmp_path)
     for package in ("fewbit", "tables"):
         (tmp_path / package).mkdir()
     built = "_kernels" + sysconfig.get_config_var("EXT_SUFFIX")
@@ -47,6 +48,25 @@ def build(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(SETUP.parent)
     return runpy.run_path(str(SETUP))
+
+
+@pytest.fixture
+def backend():
+    """The names that build_backend.py defines."""
+    pytest.importorskip("setuptools")
+    return runpy.run_path(str(SETUP.with_name("build_backend.py")))
+
+
+def use(monkeypatch, backend, driver):
+    """Let build_backend.py find this driver, or raise this exception."""
+
+    def library(name):
+        assert name == "libcuda.so.1"
+        if isinstance(driver, Exception):
+            raise driver
+        return driver
+
+    monkeypatch.setattr(backend["ctypes"], "CDLL", library)
 
 
 @pytest.fixture
@@ -124,11 +144,15 @@ def test_cuda_is_linked_statically_with_the_libraries_beside_nvcc(build, monkeyp
 class Driver:
     """A CUDA driver with GPUs of these compute capabilities."""
 
-    def __init__(self, *gpus, broken=0):
-        self.gpus, self.broken = gpus, broken
+    def __init__(self, *gpus, broken=0, version=13000):
+        self.gpus, self.broken, self.version = gpus, broken, version
 
     def cuInit(self, flags):
         return self.broken
+
+    def cuDriverGetVersion(self, version):
+        version._obj.value = self.version
+        return 0
 
     def cuDeviceGetCount(self, count):
         count._obj.value = len(self.gpus)
@@ -149,17 +173,49 @@ class Driver:
         (Driver((12, 1)), {121}),
     ],
 )
-def test_the_driver_says_which_gpus_are_there(build, monkeypatch, driver, expected):
-    present = build["present_gpus"]
+def test_the_driver_says_which_gpus_are_there(backend, monkeypatch, driver, expected):
+    use(monkeypatch, backend, driver)
+    assert backend["present_gpus"]() == expected
 
-    def library(name):
-        assert name == "libcuda.so.1"
-        if isinstance(driver, Exception):
-            raise driver
-        return driver
 
-    monkeypatch.setattr(present.__globals__["ctypes"], "CDLL", library)
-    assert present() == expected
+H100 = (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("driver", "variables", "tools", "expected"),
+    [
+        (Driver(H100), {}, (), True),
+        (Driver(H100, version=13020), {"FEWBIT_CUDA": "auto"}, (), True),
+        (Driver(H100, version=12080), {}, (), False),
+        (Driver(), {}, (), False),
+        (OSError("no libcuda.so.1"), {}, (), False),
+        (OSError("no libcuda.so.1"), {"FEWBIT_CUDA": "1"}, (), True),
+        (Driver(H100), {"FEWBIT_CUDA": "0"}, (), False),
+        (Driver(H100), {"FEWBIT_KERNELS": "0"}, (), False),
+        (Driver(H100), {}, ("bin/nvcc",), False),
+        (Driver(H100), {}, ("nvidia/cu13/bin/nvcc",), False),
+    ],
+)
+def test_when_a_build_asks_for_nvcc(
+    backend, monkeypatch, tmp_path, driver, variables, tools, expected
+):
+    use(monkeypatch, backend, driver)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(backend["platform"], "machine", lambda: "x86_64")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    for name in ("FEWBIT_CUDA", "FEWBIT_KERNELS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for tool in tools:
+        path = tmp_path / tool
+        path.parent.mkdir(parents=True)
+        path.touch(mode=0o755)
+    asked = backend["get_requires_for_build_wheel"]()
+    assert set(backend["NVCC"]) & set(asked) == (set(backend["NVCC"]) if expected else set())
+    assert asked == backend["get_requires_for_build_editable"]()
 
 
 @pytest.fixture

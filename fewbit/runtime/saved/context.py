@@ -360,9 +360,8 @@ class _Local(threading.local):
             self.latest = None
 
 
-_owners = (
-    weakref.WeakKeyDictionary()
-)  # {region: weak reference to the context in whose forward pass it began}
+_owners = weakref.WeakKeyDictionary()
+"""{region: weak reference to the context of the model in whose forward pass the region began}"""
 
 
 def current() -> ForwardContext | None:

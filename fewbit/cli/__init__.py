@@ -5,7 +5,7 @@ it needs when it runs, so that `fewbit --help` and `fewbit solve` start quickly.
 fewbit.
 """
 
-from fewbit.cli import tables, training  # noqa: F401, adds their commands to the application
+from fewbit.cli import doctor, tables, training  # noqa: F401, adds their commands to the application
 from fewbit.cli.application import app, main
 
 __all__ = ["app", "main"]

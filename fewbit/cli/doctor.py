@@ -1,0 +1,156 @@
+"""The command `doctor`, which shows what the installation consists of."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import sys
+import warnings
+from dataclasses import dataclass
+
+from fewbit.cli.application import app
+from fewbit.cli.options import json_option
+from fewbit.cli.output import print_result
+from fewbit.render.result import Result
+from fewbit.render.view import Column, View
+
+OLDEST_DRIVER = 13000
+"""The oldest version of CUDA, as the driver numbers it, that fewbit's CUDA kernels run on."""
+
+
+@dataclass(frozen=True, repr=False)
+class Installation(Result):
+    """What the installation consists of.
+
+    Attributes:
+        parts: (part, what was found, what to do if something is missing or else "") for each part.
+    """
+
+    parts: tuple[tuple[str, str, str], ...]
+
+    def records(self) -> list[dict]:
+        """Return a dict for each part."""
+        return [dict(zip(("part", "found", "advice"), part, strict=True)) for part in self.parts]
+
+    def view(self) -> View:
+        """Return a table with a row for each part, and the advice below it."""
+        columns = (
+            Column("part", lambda row: row["part"], "word"),
+            Column("found", lambda row: row["found"], "text"),
+        )
+        notes = [f"{part}: {advice}" for part, _, advice in self.parts if advice]
+        return View(
+            "fewbit's installation", columns, self.records(), notes or ["nothing is missing"]
+        )
+
+
+@app.command()
+@json_option
+def doctor(as_json):
+    """Show what the installation consists of, and what to do about what is missing.
+
+    The first run on a machine takes seconds, because it compiles a small network to check that fewbit.compile works with the
+    installed torch.
+
+    \b
+    Examples:
+      fewbit doctor
+    """
+    print_result(Installation(tuple(_parts())), as_json)
+
+
+def _parts():
+    import fewbit
+
+    system = f"{platform.system()} on {platform.machine()}"
+    yield "fewbit", f"{fewbit.__version__}, Python {platform.python_version()}, {system}", ""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        advice = "" if not _has_driver() else ", in the build for your version of CUDA"
+        yield (
+            "torch",
+            "not installed",
+            f"pip install torch{advice}: without it, fewbit only solves tables",
+        )
+        return
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    is_missing = _has_driver() and not torch.version.cuda
+    yield (
+        "torch",
+        f"{torch.__version__}, {built}",
+        "this machine has an NVIDIA GPU, so install a build of torch with CUDA"
+        if is_missing
+        else "",
+    )
+    yield "CPU kernels", *_kernels(torch.device("cpu"))
+    for number in range(torch.cuda.device_count()):
+        device = torch.device("cuda", number)
+        major, minor = torch.cuda.get_device_capability(device)
+        found, advice = _kernels(device)
+        yield (
+            f"GPU {number}",
+            f"{torch.cuda.get_device_name(device)} ({major}.{minor}), {found}",
+            advice,
+        )
+    yield "fewbit.compile", *_compiles()
+
+
+def _has_driver() -> bool:
+    """Return whether NVIDIA's driver is installed."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _kernels(device) -> tuple[str, str]:
+    """Return what computes on a device, and what to do if no compiled kernels do."""
+    import torch
+
+    from fewbit.runtime import backends
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        name = backends.of(torch.empty(0, device=device)).name
+    if name != "reference":
+        return f"kernels: {name}", ""
+    reason = f" ({str(caught[0].message).partition(': ')[2]})" if caught else ""
+    return f"no kernels{reason}, so fewbit computes in plain torch, which is slow", _remedy(device)
+
+
+def _remedy(device) -> str:
+    import torch
+
+    again = "install fewbit again"
+    if device.type == "cpu":
+        if shutil.which(os.environ.get("CXX", "c++")) is None:
+            return f"install a C++ compiler, such as g++, and {again}"
+        return f"{again}; the output of `pip install -v` says why no kernels were compiled"
+    if sys.platform == "linux" and torch._C._cuda_getDriverVersion() < OLDEST_DRIVER:
+        return f"update NVIDIA's driver to 580 or newer, for CUDA 13, and {again}"
+    return f"{again} on this machine, with `pip install --no-cache-dir`: the build gets NVIDIA's compiler by itself"
+
+
+def _compiles() -> tuple[str, str]:
+    """Return whether `fewbit.compile` works, and what to do if it does not."""
+    import torch
+
+    from fewbit.compiler import self_check
+
+    failure = self_check.failure()
+    if failure is not None:
+        return (
+            f"does not work with torch {torch.__version__}: {failure}",
+            "install another version of torch",
+        )
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    if compiler is None and not torch.cuda.is_available():
+        return (
+            'works with backend="aot_eager" only',
+            "install a C++ compiler, which Inductor needs for code on the CPU",
+        )
+    return f"works with torch {torch.__version__}", ""

@@ -1,0 +1,88 @@
+"""fewbit doctor: what it shows of the installation, and what it advises."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+torch = pytest.importorskip("torch")
+
+from fewbit.cli import app, doctor  # noqa: E402
+from fewbit.compiler import self_check  # noqa: E402
+from fewbit.runtime import backends  # noqa: E402
+from fewbit.runtime.backends import reference  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch):
+    monkeypatch.setattr(self_check, "failure", lambda: None)
+
+
+def parts():
+    return {part: (found, advice) for part, found, advice in doctor._parts()}
+
+
+def test_the_command():
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    assert done.exit_code == 0
+    assert [row["part"] for row in json.loads(done.stdout)][:3] == [
+        "fewbit",
+        "torch",
+        "CPU kernels",
+    ]
+
+
+def gpu(monkeypatch, reason, driver=13000, build="13.0"):
+    """Let torch have a GPU whose kernels are unusable for a reason, or usable if it is ""."""
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(doctor, "_has_driver", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: build is not None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(build is not None))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    monkeypatch.setattr(torch, "empty", lambda size, device: device)
+    usable = reference if reason else type("Kernels", (), {"name": "cuda"})
+    monkeypatch.setattr(
+        backends, "of", lambda device: backends._fall_back(device, reason) if reason else usable
+    )
+
+
+@pytest.mark.parametrize(
+    ("reason", "driver", "found", "advice"),
+    [
+        ("", 13000, "NVIDIA H100 (9.0), kernels: cuda", ""),
+        ("fewbit was built without CUDA", 13000, "no kernels (fewbit was built without CUDA)", "install fewbit again on this"),
+        ("fewbit was built without CUDA", 12080, "in plain torch", "update NVIDIA's driver to 580 or newer"),
+    ],
+)  # fmt: skip
+def test_a_gpu(monkeypatch, reason, driver, found, advice):
+    gpu(monkeypatch, reason, driver)
+    shown = parts()["GPU 0"]
+    assert found in shown[0]
+    assert shown[1].startswith(advice) and bool(shown[1]) == bool(advice)
+
+
+def test_a_gpu_that_torch_was_not_built_for(monkeypatch):
+    gpu(monkeypatch, "", build=None)
+    found = parts()
+    assert "GPU 0" not in found
+    assert (
+        found["torch"][0].endswith("without CUDA")
+        and "build of torch with CUDA" in found["torch"][1]
+    )
+
+
+def test_a_machine_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(backends, "of", lambda tensor: reference)
+    found = parts()
+    assert found["CPU kernels"][1].startswith("install a C++ compiler")
+    assert 'backend="aot_eager" only' in found["fewbit.compile"][0]
+    text = str(doctor.Installation(tuple(doctor._parts())))
+    assert "CPU kernels: install a C++ compiler" in text and "nothing is missing" not in text
+
+
+def test_a_torch_that_fails_the_check(monkeypatch):
+    monkeypatch.setattr(self_check, "failure", lambda: "no such argument")
+    assert parts()["fewbit.compile"][0].endswith(": no such argument")

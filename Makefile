@@ -18,7 +18,7 @@ export FEWBIT_CUDA ?= $(if $(wildcard /dev/nvidia0 /dev/dxg),auto,0)
 # The sources of the compiled kernels.
 KERNELS := $(wildcard csrc/bindings/* csrc/common/* csrc/cpu/* csrc/cuda/*)
 
-.PHONY: demo test test-all tiers dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training \
+.PHONY: demo test test-all tiers versions dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training \
 	sanitize sanitize-build mutants same docs clean
 
 demo: $(VENV)/installed
@@ -43,6 +43,25 @@ TIERS ?= slow or inductor or frameworks or processes or fuzz
 SHARE ?= 1
 tiers: $(VENV)/installed-all-tests
 	$(PYTEST) -m "$(TIERS)" --share $(SHARE)
+
+# The fast tier and the compiled models with the oldest and the newest torch, in environments of their own. They take gigabytes, and
+# .ci/run leaves them out.
+VERSIONS ?= 2.11.0 2.14.1
+versions: $(VERSIONS:%=build/torch-%/installed)
+	@failed=; export OMP_NUM_THREADS=1 PYTHONPATH=.; \
+	for version in $(VERSIONS); do for tests in tests "-m inductor tests/compiler tests/runtime/test_compile.py"; do \
+		echo "torch $$version: $$tests"; \
+		build/torch-$$version/bin/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal $$tests \
+			|| failed="$$failed $$version"; \
+	done; done; if [ -n "$$failed" ]; then echo "failed with torch$$failed"; exit 1; fi
+
+build/torch-%/installed: $(VENV)/kernels
+	@echo "installing torch $*"
+	@$(PYTHON) -m venv build/torch-$*
+	@build/torch-$*/bin/python -m pip --disable-pip-version-check install --quiet torch==$*
+	@build/torch-$*/bin/python .ci/requirements.py fewbit plot numerics test > $@.txt
+	@build/torch-$*/bin/python -m pip --disable-pip-version-check install --quiet --requirement $@.txt
+	@touch $@
 
 # Numerical tests with other BLAS, NumPy, torch and fewbit kernels, with other numbers of threads and in random orders.
 dispatch: $(VENV)/installed-tests
@@ -155,7 +174,7 @@ $(VENV)/build-packages: | $(BIN)/python
 
 # Only one pip runs at a time, so each file that pip makes comes after the one before. The kernels are not built by pip, which
 # would hide the progress.
-$(VENV)/fewbit: pyproject.toml setup.py | $(VENV)/build-packages
+$(VENV)/fewbit: pyproject.toml setup.py build_backend.py | $(VENV)/build-packages
 	@echo "installing fewbit"
 	@FEWBIT_KERNELS=0 $(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@

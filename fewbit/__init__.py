@@ -24,6 +24,7 @@ _HOME = {
     "checkpoint": "fewbit.checkpointing",
     "checkpoint_": "fewbit.checkpointing",
     "compile": "fewbit.compiler.compiling",
+    "compile_blocks_": "fewbit.compiler.compiling",
     "partition_fn": "fewbit.compiler.compiling",
     "Controller": "fewbit.compress.controller",
     "BitConfig": "fewbit.config",

@@ -10,7 +10,8 @@ import inspect
 import itertools
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -66,7 +67,8 @@ class CompiledModel(OptimizedModule):
         """
         compiled.__class__ = cls
         compiled.partitioner, compiled._compile = partitioner, anew
-        call = CompiledCall(compiled._orig_mod, partitioner, arguments)
+        model = compiled._orig_mod
+        call = CompiledCall(model, partitioner, *_code_of(model, arguments))
         # If the model has lazy parameters, torch's `forward` initializes them, and then calls `_forward`.
         setattr(compiled, "_forward" if "_forward" in vars(compiled) else "forward", call)
         return compiled
@@ -86,30 +88,19 @@ class CompiledCall:
     Args:
         model: the model.
         partitioner: the partitioner of the model's graphs, or None if the graphs are torch's own.
-        arguments: the arguments of torch.compile.
-        in_place: whether calls of the model itself run this function.
+        plain: a function that calls the model in eager mode.
+        compiled: the same function, compiled.
     """
 
     is_from_fewbit = True
 
     def __init__(
-        self,
-        model: nn.Module,
-        partitioner: Partitioner | None,
-        arguments: Mapping,
-        in_place: bool = False,
+        self, model: nn.Module, partitioner: Partitioner | None, plain: Callable, compiled: Callable
     ):
-        def call(*args, **kwargs):
-            return (model._call_impl if in_place else model)(*args, **kwargs)
-
-        # torch.compile also looks up by name and line which sizes varied in earlier calls.
-        name = f"call_{type(model).__name__}_{next(_numbers)}"
-        call.__code__ = call.__code__.replace(co_name=name)
         self._model = model
         self._compresses = partitioner is not None and partitioner.compresses
         self._others = [path for path, part in model.named_modules() if path and _is_of_torch(part)]
-        self._call = call
-        self._compiled = torch.compile(call, **_ISOLATED, **arguments)
+        self._call, self._compiled = plain, compiled
         self._checked = set()  # sets of the names of all autograd nodes of calls that were checked
         self._told = set()  # reasons that a warning has named
 
@@ -185,6 +176,44 @@ class CompiledCall:
                 CompileWarning,
                 stacklevel=4,
             )
+
+
+def compile_in_place(model: nn.Module, partitioner: Partitioner | None, arguments: Mapping) -> None:
+    """Let calls of a model run compiled code. The arguments are those of `CompiledCall` and of torch.compile."""
+    plain, compiled = _code_of(model, arguments, in_place=True)
+    model._compiled_call_impl = CompiledCall(model, partitioner, plain, compiled)
+
+
+def compile_blocks(
+    blocks: Sequence[nn.Module], partitioner: Partitioner | None, arguments: Mapping
+) -> None:
+    """Let calls of several modules of one class run the same compiled code."""
+
+    def call(block, *args, **kwargs):
+        return block._call_impl(*args, **kwargs)
+
+    compiled = _compiled(call, blocks[0], arguments)
+    for block in blocks:
+        own = partial(call, block), partial(compiled, block)
+        block._compiled_call_impl = CompiledCall(block, partitioner, *own)
+
+
+def _code_of(
+    model: nn.Module, arguments: Mapping, in_place: bool = False
+) -> tuple[Callable, Callable]:
+    """Return a function that calls a model, and the same function compiled."""
+
+    def call(*args, **kwargs):
+        return (model._call_impl if in_place else model)(*args, **kwargs)
+
+    return call, _compiled(call, model, arguments)
+
+
+def _compiled(call: Callable, model: nn.Module, arguments: Mapping) -> Callable:
+    # torch.compile also looks up by name and line which sizes varied in earlier calls.
+    name = f"call_{type(model).__name__}_{next(_numbers)}"
+    call.__code__ = call.__code__.replace(co_name=name)
+    return torch.compile(call, **_ISOLATED, **arguments)
 
 
 def _is_of_torch(module: nn.Module) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +18,9 @@ from fewbit.config import BitConfig, FixedBits, LayerSettings, as_config
 from fewbit.convert.select import Selection
 from fewbit.convert.settings import ResolvedSettings, resolve
 from fewbit.errors import CompileWarning, InputError
+
+if TYPE_CHECKING:
+    from fewbit.compiler.partitioner import Partitioner
 
 _BACKENDS = "inductor", "aot_eager"
 
@@ -86,10 +90,81 @@ def compile_in_place(model: nn.Module, bits=None, layers=None, overrides=None, *
     Raises:
         InputError: an argument cannot be used.
     """
-    from fewbit.compiler.compiled_call import CompiledCall
+    from fewbit.compiler import compiled_call
 
-    partitioner, arguments = _arguments(model, bits, layers, overrides, **settings)
-    model._compiled_call_impl = CompiledCall(model, partitioner, arguments, in_place=True)
+    compiled_call.compile_in_place(model, *_arguments(model, bits, layers, overrides, **settings))
+
+
+def compile_blocks_(
+    model: nn.Module,
+    bits: int | BitConfig | None = None,
+    *,
+    layers: LayerSettings | Mapping | None = None,
+    overrides: Mapping[str, int | LayerSettings | Mapping | None] | None = None,
+    backend: str = "inductor",
+    mode: str | None = None,
+    options: Mapping | None = None,
+    **settings: Any,
+) -> list[Partitioner]:
+    """Compile the repeated blocks of a model in place, like `compile`, but each kind of block only once.
+
+    A model of many equal blocks compiles in the time of one block. The rest of the model, such as the embedding and the head,
+    runs in eager mode and saves exact tensors, unless `compress_` has converted it. Blocks are the modules in a torch.nn.ModuleList or
+    torch.nn.Sequential that have the class of another module there, and modules of their own. A block in another block is a part of
+    that block.
+
+    Args:
+        model: the model, which changes: calls of its blocks run the compiled code.
+        bits: as in `compile`.
+        layers: as in `compile`.
+        overrides: as in `compile`, but with paths within a block.
+        backend: as in `compile`.
+        mode: as in `compile`.
+        options: as in `compile`.
+        **settings: as in `compile`.
+
+    Returns:
+        A `Partitioner` for each class of blocks. Its attribute `report` shows, after the first forward and backward pass, which
+        tensors the compiled graphs save: of one block for each graph. There are several graphs if the calls of blocks differ, such
+        as those with and without a gradient of the input.
+
+    Raises:
+        InputError: an argument cannot be used, or the model has no repeated blocks.
+
+    Warns:
+        CompileWarning: as in `compile`. There is no partitioner then.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    settings = {"backend": backend, "mode": mode, "options": options, **settings}
+    groups = _repeated_blocks(model)
+    if not groups:
+        raise InputError(
+            "model: expected one with several blocks of one class in a torch.nn.ModuleList or torch.nn.Sequential, got none: call "
+            "fewbit.compile"
+        )
+    from fewbit.compiler import compiled_call
+
+    partitioners = []
+    for blocks in groups:
+        partitioner, arguments = _arguments(blocks[0], bits, layers, overrides, **settings)
+        compiled_call.compile_blocks(blocks, partitioner, arguments)
+        partitioners.append(partitioner)
+    return [partitioner for partitioner in partitioners if partitioner is not None]
+
+
+def _repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
+    """Return the repeated blocks of a model, a list for each class of blocks."""
+    groups, inner = {}, set()
+    for module in model.modules():
+        if module in inner or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        classes = Counter(type(child) for child in module)
+        for child in module:
+            if classes[type(child)] > 1 and any(child.children()):
+                groups.setdefault(type(child), []).append(child)
+                inner.update(child.modules())
+    return [[*dict.fromkeys(blocks)] for blocks in groups.values()]
 
 
 def undo_compile(model: nn.Module) -> None:

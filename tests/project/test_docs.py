@@ -232,6 +232,9 @@ def test_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     with warnings.catch_warnings():
         if used - {"fewbit", "torch", "numpy"}:
             warnings.simplefilter("default")  # warnings of other packages are not fewbit's
+        warnings.filterwarnings(
+            "ignore", "The .grad attribute of a Tensor"
+        )  # torch.compile asks for it
         for number, block in enumerate(blocks):
             exec(compile(block, f"{name}, block {number}", "exec"), names)
     assert {path.name for path in tmp_path.iterdir()} >= WRITTEN.get(name, set())

@@ -25,7 +25,7 @@ NVCC = [
         "nvidia-cuda-cccl",
     )
 ]
-"""The packages that nvcc consists of. `.github/workflows/wheels.yml` has them too."""
+"""The packages that nvcc consists of."""
 
 
 def get_requires_for_build_wheel(config_settings=None):

@@ -12,7 +12,6 @@ FEWBIT_CUDA                auto (default): build CUDA kernels if nvcc is found (
                            0: build no CUDA kernels
 FEWBIT_CUDA_ARCHITECTURES  compute capabilities to build for, such as "80 90", or "all" in CUDA_ARCHITECTURES, in place of
                            those that FEWBIT_CUDA selects; empty is an error
-FEWBIT_LOCAL_VERSION       a label, such as cu13, which is added to the version of the package, as in 0.1.0+cu13
 """
 
 import os
@@ -335,18 +334,7 @@ def run(command):
         )
 
 
-def local_version():
-    """Return the local part of the version, such as +cu13, or an empty text."""
-    label = os.environ.get("FEWBIT_LOCAL_VERSION", "")
-    if label and not re.fullmatch(r"[a-z0-9]+(\.[a-z0-9]+)*", label):
-        raise CompileError(
-            f"FEWBIT_LOCAL_VERSION: expected letters and digits, such as cu13, got {label!r}"
-        )
-    return label and f"+{label}"
-
-
 setup(
-    options={"egg_info": {"tag_build": local_version()}},
     packages=[*find_packages(include=["fewbit", "fewbit.*"]), "fewbit.tables"],
     package_dir={"fewbit": "fewbit", "fewbit.tables": "tables"},
     package_data={

@@ -14,6 +14,7 @@ from fewbit.catalog.verification import verify as verify
 from fewbit.checkpointing import checkpoint as checkpoint
 from fewbit.checkpointing import checkpoint_ as checkpoint_
 from fewbit.compiler.compiling import compile as compile
+from fewbit.compiler.compiling import compile_blocks_ as compile_blocks_
 from fewbit.compiler.compiling import partition_fn as partition_fn
 from fewbit.compress.compress import compress_ as compress_
 from fewbit.compress.controller import Controller as Controller

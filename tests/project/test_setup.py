@@ -44,7 +44,7 @@ def build(monkeypatch):
     """The names that setup.py defines, without a build."""
     setuptools = pytest.importorskip("setuptools")
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)
-    for name in ("FEWBIT_CUDA", "FEWBIT_CUDA_ARCHITECTURES", "FEWBIT_LOCAL_VERSION"):
+    for name in ("FEWBIT_CUDA", "FEWBIT_CUDA_ARCHITECTURES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(SETUP.parent)
     return runpy.run_path(str(SETUP))
@@ -118,17 +118,6 @@ def test_what_cuda_is_built_for(build, nvcc, monkeypatch, mode, named, gpus, exp
     code = [word.rpartition("code=")[2] for word in command if "gencode" in word]
     assert code == build["targets"](*expected)
     assert [target for target in code if target.startswith("compute")] == [f"compute_{expected[1]}"]
-
-
-def test_a_label_becomes_the_local_part_of_the_version(build, monkeypatch):
-    assert build["local_version"]() == ""
-    for label, expected in (("", ""), ("cu13", "+cu13"), ("cu13.rc1", "+cu13.rc1")):
-        monkeypatch.setenv("FEWBIT_LOCAL_VERSION", label)
-        assert build["local_version"]() == expected
-    for label in ("+cu13", "cu-13", "cu13.", "CU13", "cu 13"):
-        monkeypatch.setenv("FEWBIT_LOCAL_VERSION", label)
-        with pytest.raises(Exception, match="FEWBIT_LOCAL_VERSION: expected letters and digits"):
-            build["local_version"]()
 
 
 def test_cuda_is_linked_statically_with_the_libraries_beside_nvcc(build, monkeypatch, tmp_path):

@@ -104,8 +104,16 @@ class ForwardContext:
         outer = running.forward
         if in_backward():
             found = self._recorded() or self._unknown(inputs)
-            saving = found.assignment, found.start, found.groups, True, found.count(_PART)
-            forward = Forward(self, module, outer, False, *saving)
+            forward = Forward(
+                self,
+                module,
+                outer,
+                is_first=False,
+                assignment=found.assignment,
+                start=found.start,
+                groups=found.groups,
+                part=found.count(_PART),
+            )
             forward.continue_counting(found)
             return forward
         if self.policy is None:

@@ -141,7 +141,7 @@ class Forward(Saving):
         context: the model's `ForwardContext`.
         module: the module whose call is the forward pass.
         outer: the forward pass, of another model, within which this one runs; or None.
-        *saving: the arguments of `Saving`.
+        assignment, start, groups, shares, part: as in `Saving`.
 
     Attributes:
         module: the innermost module of the model that runs now.
@@ -152,8 +152,19 @@ class Forward(Saving):
 
     __slots__ = ("activation", "context", "hook", "is_first", "module", "outer")
 
-    def __init__(self, context: ForwardContext, module, outer, is_first, *saving):
-        super().__init__(*saving)
+    def __init__(
+        self,
+        context: ForwardContext,
+        module,
+        outer,
+        is_first,
+        assignment,
+        start,
+        groups,
+        shares=True,
+        part=0,
+    ):
+        super().__init__(assignment, start, groups, shares, part)
         self.context, self.module, self.outer = context, module, outer
         self.hook, self.is_first, self.activation = checkpoint_hook(), is_first, None
 

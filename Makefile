@@ -92,7 +92,7 @@ sanitize: sanitize-build
 
 sanitize-build: $(VENV)/installed-tests
 	mkdir -p $(ASAN)
-	cp -r --update setup.py pyproject.toml README.md fewbit csrc tables $(ASAN)
+	cp -r --update setup.py build_backend.py pyproject.toml README.md fewbit csrc tables $(ASAN)
 	printf '#!/bin/sh\nexec %s "$$@" -O1 $${SANITIZERS:--fsanitize=address} -fno-omit-frame-pointer\n' "$(CXX)" > $(ASAN)/c++
 	chmod +x $(ASAN)/c++
 	rm -rf $(ASAN)/inductor $(ASAN)/fewbit/_kernels*.so

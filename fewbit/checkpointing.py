@@ -257,24 +257,23 @@ class _CheckpointedRegion:
         """Return the record of the first run, a list of (spec, tensors)."""
         if self._record is None:
             return [(copy.spec, copy.tensors) for copy in self._run.kept()]
-        kept = copies.Kept(self._record)
-        return [kept.copy(name) for name in self._record.kept]
+        node = self._record.grad_fn
+        kept = copies.Kept(node)
+        return [kept.copy(name) for name in node.kept]
 
     def _restored(self) -> list:
-        args = list(self._others)
-        kept = copies.Kept(self._arguments)
-        for (i, needs_grad), name in zip(
-            self._needs_grad.items(), self._arguments.kept, strict=True
-        ):
+        args, node = list(self._others), self._arguments.grad_fn
+        kept = copies.Kept(node)
+        for (i, needs_grad), name in zip(self._needs_grad.items(), node.kept, strict=True):
             x = kept.values(name).detach()
             args[i] = x.requires_grad_() if needs_grad else x
         return args
 
 
-def _hold(saved: list[SavedTensors]):
-    """Return an autograd node that holds copies. Autograd saves their tensors, so that hooks on saved tensors see them."""
+def _hold(saved: list[SavedTensors]) -> Tensor:
+    """Return an empty tensor whose autograd node holds copies. Autograd saves them, so that hooks on saved tensors see them."""
     with torch.enable_grad():
-        return _Holder.apply(torch.empty(0, requires_grad=True), saved).grad_fn
+        return _Holder.apply(torch.empty(0, requires_grad=True), saved)
 
 
 class _Holder(Function):

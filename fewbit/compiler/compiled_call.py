@@ -78,6 +78,10 @@ class CompiledModel(OptimizedModule):
         call = self.forward if torch.compiler.is_compiling() else super().__call__
         return call(*args, **kwargs)
 
+    def __bool__(self) -> bool:
+        # torch's class has a __len__, which fails for most models, and Dynamo in torch 2.11 asks for the truth value.
+        return True
+
     def __reduce__(self):
         return self._compile, (self._orig_mod,)
 

@@ -10,7 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-BUILT_FROM = "setup.py", "pyproject.toml", "README.md", "csrc", "fewbit", "tables"
+BUILT_FROM = (
+    "setup.py",
+    "build_backend.py",
+    "pyproject.toml",
+    "README.md",
+    "csrc",
+    "fewbit",
+    "tables",
+)
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 KERNELS = f"fewbit/_kernels{SUFFIX}"
 

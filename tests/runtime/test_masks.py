@@ -42,7 +42,8 @@ class Layers(nn.Module):
         for layer in self.layers:
             self.inputs.append(y.detach().clone())
             results.append(layer(y))
-        self.nodes = [result.grad_fn for result in results]
+        # Before torch 2.13, a node whose result is gone has no saved tensors.
+        self.results, self.nodes = results, [result.grad_fn for result in results]
         return tuple(results)
 
 

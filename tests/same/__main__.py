@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "same"
-BUILT_FROM = "csrc", "setup.py"
+BUILT_FROM = "csrc", "setup.py", "build_backend.py"
 CHECKED_OUT = *BUILT_FROM, "fewbit", "tables", "pyproject.toml", "README.md", "tests/helpers"
 SHOWN = 160
 """The number of characters of a value that a difference shows."""

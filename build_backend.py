@@ -8,6 +8,7 @@ import ctypes
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ NVCC = [
     )
 ]
 """The packages that nvcc consists of."""
+OLDEST_GPU, OLDEST_DRIVER = 75, 13000
+"""The compute capability, times 10, and the version of CUDA of the driver that the kernels need."""
 
 
 def get_requires_for_build_wheel(config_settings=None):
@@ -45,7 +48,13 @@ def needed_nvcc():
     has_packages = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
     if is_unwanted or not has_packages or installed_nvcc():
         return []
-    return NVCC if mode == "1" or (present_gpus() and driver_version() >= 13000) else []
+    if mode == "1":
+        return NVCC
+    has_compiler = any(
+        shutil.which(name) for name in (*shlex.split(os.environ.get("CXX", "")), "c++", "g++")
+    )
+    is_served = max(present_gpus(), default=0) >= OLDEST_GPU and driver_version() >= OLDEST_DRIVER
+    return NVCC if has_compiler and is_served else []
 
 
 def installed_nvcc():

@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
@@ -97,12 +98,13 @@ class BuildKernels(build_ext):
         includes = [
             f"-I{path}" for path in (CSRC, pybind11.get_include(), sysconfig.get_path("include"))
         ]
-        nvcc = find_nvcc()
+        host = next(word for word in self.compiler.compiler_so_cxx if "ccache" not in word)
+        nvcc = find_nvcc(host)
         jobs = [*cpu_jobs(self.compiler.compiler_so_cxx, includes, with_cuda=bool(nvcc))]
         what = "CPU"
         if nvcc:
             architectures, ptx = cuda_architectures(nvcc)
-            jobs += cuda_jobs(nvcc, architectures, ptx)
+            jobs += cuda_jobs([nvcc, f"-ccbin={host}"], architectures, ptx)
             what += f" and CUDA ({', '.join(targets(architectures, ptx))})"
         compile_all(jobs, what)
         objects = [str(target) for *_, target in jobs]
@@ -139,8 +141,12 @@ def choice(variable):
     return value
 
 
-def find_nvcc():
-    """Return the path of nvcc, or None if no CUDA kernels are wanted or nvcc is not installed."""
+def find_nvcc(host):
+    """Return the path of nvcc, or None if no CUDA kernels are wanted, or nvcc is not installed or does not work.
+
+    Args:
+        host: The C++ compiler.
+    """
     mode = choice("FEWBIT_CUDA")
     if mode == "0":
         return None
@@ -149,7 +155,27 @@ def find_nvcc():
         raise CompileError(
             "FEWBIT_CUDA=1, but nvcc was found neither on PATH, nor in CUDA_HOME, nor in NVIDIA's packages"
         )
+    failure = "" if mode == "1" or not nvcc else failure_of(nvcc, host)
+    if failure:
+        print(
+            f"warning: fewbit is installed without CUDA kernels, because nvcc does not work here: {failure}",
+            file=sys.stderr,
+        )
+        return None
     return nvcc
+
+
+def failure_of(nvcc, host):
+    """Return the first error of nvcc for a small kernel, or an empty text. The C library may be too new for nvcc."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.cu")
+        source.write_text(
+            "#include <cmath>\n__global__ void kernel(float* x) { *x = sqrtf(*x); }\n"
+        )
+        command = [nvcc, f"-ccbin={host}", "-c", str(source), "-o", str(Path(folder, "kernel.o"))]
+        done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in (done.stderr + done.stdout).splitlines() if "error" in line]
+    return (lines or [f"exit status {done.returncode}"])[0] if done.returncode else ""
 
 
 def cpu_jobs(compiler, includes, with_cuda):
@@ -188,7 +214,7 @@ def cuda_jobs(nvcc, architectures, ptx):
     """Yield (command, source, object file) for each CUDA source.
 
     Args:
-        nvcc: The path of nvcc.
+        nvcc: The command of nvcc, a list.
         architectures: The compute capabilities to build machine code for, times 10.
         ptx: The compute capability to build PTX for, times 10.
     """
@@ -196,7 +222,7 @@ def cuda_jobs(nvcc, architectures, ptx):
     gencode.append(f"-gencode=arch=compute_{ptx},code=compute_{ptx}")
     flags = ["-std=c++17", "-O3", "--fmad=false", "--threads=2", "-Xptxas=-warn-spills"]
     host = ["-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off", f"-I{CSRC}"]
-    command = [nvcc, *flags, *host, *gencode]
+    command = [*nvcc, *flags, *host, *gencode]
     for source in sorted((CSRC / "cuda").glob("*.cu")):
         yield command, source, object_of(f"cuda/{source.stem}")
 

@@ -1,4 +1,4 @@
-"""Print the tables of docs/decisions/0005 from the results of `default_table.py`.
+"""Print the tables of decision 5 from the results of `default_table.py`.
 
 python benchmarks/default_table_summary.py
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import shlex
 import shutil
 import sys
 import warnings
@@ -15,7 +16,9 @@ from fewbit.cli.options import json_option
 from fewbit.cli.output import print_result
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
+from fewbit.text import one_line
 
+_WITHOUT = "without it, fewbit only solves tables"
 OLDEST_DRIVER = 13000
 """The oldest version of CUDA, as the driver numbers it, that fewbit's CUDA kernels run on."""
 
@@ -68,16 +71,18 @@ def _parts():
     yield "fewbit", f"{fewbit.__version__}, Python {platform.python_version()}, {system}", ""
     try:
         import torch
-    except ModuleNotFoundError:
-        advice = "" if not _has_driver() else ", in the build for your version of CUDA"
-        yield (
-            "torch",
-            "not installed",
-            f"pip install torch{advice}: without it, fewbit only solves tables",
-        )
+
+        from fewbit.runtime import backends  # noqa: F401, refuses versions of torch that are too old
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        yield "torch", "not installed", f"pip install torch: {_WITHOUT}"
+        return
+    except (ImportError, OSError) as error:
+        yield "torch", one_line(error), f"install a version of torch that works: {_WITHOUT}"
         return
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    is_missing = _has_driver() and not torch.version.cuda
+    is_missing = _gpus() and not torch.version.cuda
     yield (
         "torch",
         f"{torch.__version__}, {built}",
@@ -87,24 +92,33 @@ def _parts():
     )
     yield "CPU kernels", *_kernels(torch.device("cpu"))
     for number in range(torch.cuda.device_count()):
-        device = torch.device("cuda", number)
-        major, minor = torch.cuda.get_device_capability(device)
-        found, advice = _kernels(device)
-        yield (
-            f"GPU {number}",
-            f"{torch.cuda.get_device_name(device)} ({major}.{minor}), {found}",
-            advice,
-        )
+        yield f"GPU {number}", *_gpu(torch.device("cuda", number))
     yield "fewbit.compile", *_compiles()
 
 
-def _has_driver() -> bool:
-    """Return whether NVIDIA's driver is installed."""
+def _gpus() -> int:
+    """Return the number of GPUs that NVIDIA's driver finds."""
+    count = ctypes.c_int()
     try:
-        ctypes.CDLL("libcuda.so.1")
+        driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return False
-    return True
+        return 0
+    return 0 if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value
+
+
+def _gpu(device) -> tuple[str, str]:
+    """Return what is known of a GPU, and what to do if fewbit has no kernels for it."""
+    import torch
+
+    try:
+        major, minor = torch.cuda.get_device_capability(device)
+        found, advice = _kernels(device)
+        return f"{torch.cuda.get_device_name(device)} ({major}.{minor}), {found}", advice
+    except RuntimeError as error:  # the driver is too old for torch
+        return (
+            f"torch cannot use it: {one_line(error)}",
+            "update NVIDIA's driver, or install a torch for an older CUDA",
+        )
 
 
 def _kernels(device) -> tuple[str, str]:
@@ -127,12 +141,18 @@ def _remedy(device) -> str:
 
     again = "install fewbit again"
     if device.type == "cpu":
-        if shutil.which(os.environ.get("CXX", "c++")) is None:
+        if not _has_compiler("c++"):
             return f"install a C++ compiler, such as g++, and {again}"
         return f"{again}; the output of `pip install -v` says why no kernels were compiled"
     if sys.platform == "linux" and torch._C._cuda_getDriverVersion() < OLDEST_DRIVER:
         return f"update NVIDIA's driver to 580 or newer, for CUDA 13, and {again}"
     return f"{again} on this machine, with `pip install --no-cache-dir`: the build gets NVIDIA's compiler by itself"
+
+
+def _has_compiler(usual: str) -> bool:
+    """Return whether the C++ compiler in CXX is there, or if it is not set the usual one."""
+    command = shlex.split(os.environ.get("CXX") or usual)
+    return shutil.which(command[0]) is not None
 
 
 def _compiles() -> tuple[str, str]:
@@ -141,14 +161,15 @@ def _compiles() -> tuple[str, str]:
 
     from fewbit.compiler import self_check
 
+    if torch._dynamo.config.disable:
+        return "torch.compile is disabled", "unset TORCH_COMPILE_DISABLE"
     failure = self_check.failure()
     if failure is not None:
         return (
             f"does not work with torch {torch.__version__}: {failure}",
             "install another version of torch",
         )
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    if compiler is None and not torch.cuda.is_available():
+    if not (_has_compiler("g++") or _has_compiler("clang++") or torch.cuda.is_available()):
         return (
             'works with backend="aot_eager" only',
             "install a C++ compiler, which Inductor needs for code on the CPU",

@@ -193,7 +193,7 @@ def compile_blocks(
 ) -> None:
     """Let calls of several modules of one class run the same compiled code."""
 
-    def call(block, *args, **kwargs):
+    def call(block, /, *args, **kwargs):
         return block._call_impl(*args, **kwargs)
 
     compiled = _compiled(call, blocks[0], arguments)

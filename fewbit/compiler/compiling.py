@@ -15,7 +15,7 @@ from torch import nn
 from fewbit.compiler import self_check
 from fewbit.compiler.seeds import counter_of
 from fewbit.config import BitConfig, FixedBits, LayerSettings, as_config
-from fewbit.convert.select import Selection
+from fewbit.convert.select import Selection, is_within
 from fewbit.convert.settings import ResolvedSettings, resolve
 from fewbit.errors import CompileWarning, InputError
 
@@ -111,13 +111,14 @@ def compile_blocks_(
     A model of many equal blocks compiles in the time of one block. The rest of the model, such as the embedding and the head,
     runs in eager mode and saves exact tensors, unless `compress_` has converted it. Blocks are the modules in a torch.nn.ModuleList or
     torch.nn.Sequential that have the class of another module there, and modules of their own. A block in another block is a part of
-    that block.
+    that block. Blocks with hooks have code of their own. A copy of the model is not compiled. If torch.compile compiles a function that
+    calls the model, it compiles the blocks again, without fewbit.
 
     Args:
         model: the model, which changes: calls of its blocks run the compiled code.
         bits: as in `compile`.
         layers: as in `compile`.
-        overrides: as in `compile`, but with paths within a block.
+        overrides: as in `compile`, but with paths within a block of any class.
         backend: as in `compile`.
         mode: as in `compile`.
         options: as in `compile`.
@@ -145,32 +146,70 @@ def compile_blocks_(
         )
     from fewbit.compiler import compiled_call
 
-    partitioners = []
-    for blocks in groups:
-        partitioner, arguments = _arguments(blocks[0], bits, layers, overrides, **settings)
+    made = [
+        _arguments(blocks[0], bits, layers, own, **settings)
+        for blocks, own in zip(groups, _overrides_of(groups, overrides), strict=True)
+    ]
+    for blocks, (partitioner, arguments) in zip(groups, made, strict=True):
         compiled_call.compile_blocks(blocks, partitioner, arguments)
-        partitioners.append(partitioner)
-    return [partitioner for partitioner in partitioners if partitioner is not None]
+    return [partitioner for partitioner, _ in made if partitioner is not None]
 
 
 def _repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
-    """Return the repeated blocks of a model, a list for each class of blocks."""
+    """Return the repeated blocks of a model, a list for each kind of block."""
     groups, inner = {}, set()
     for module in model.modules():
         if module in inner or not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        classes = Counter(type(child) for child in module)
-        for child in module:
-            if classes[type(child)] > 1 and any(child.children()):
-                groups.setdefault(type(child), []).append(child)
+        # A list in a list, as of pairs of attention and MLP, is never called, but the modules in it are.
+        children, lists = [], [module]
+        while lists:
+            for child in lists.pop().children():
+                is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
+                (lists if is_list else children).append(child)
+        classes = Counter(map(type, children))
+        for child in children:
+            if child not in inner and classes[type(child)] > 1 and any(child.children()):
+                # torch.compile does not look at hooks when it chooses code that it has compiled.
+                hooked = child if any(map(_has_hooks, child.modules())) else None
+                groups.setdefault((type(child), hooked), []).append(child)
                 inner.update(child.modules())
     return [[*dict.fromkeys(blocks)] for blocks in groups.values()]
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    of_forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(of_forward or module._backward_hooks or module._backward_pre_hooks)
+
+
+def _overrides_of(groups: list[list[nn.Module]], overrides) -> list:
+    """Return, for each group of blocks, the overrides that match modules of its blocks.
+
+    Raises:
+        InputError: an override matches no module of any block.
+    """
+    if not isinstance(overrides, Mapping):
+        return [overrides] * len(groups)
+    paths = [[path for path, _ in blocks[0].named_modules()] for blocks in groups]
+    matched = [
+        {glob for glob in overrides if any(is_within(path, str(glob)) for path in of_group)}
+        for of_group in paths
+    ]
+    unknown = [glob for glob in overrides if not any(glob in globs for globs in matched)]
+    if unknown:
+        raise InputError(
+            f"overrides: expected a glob that matches a module in a block, got {unknown[0]!r}"
+        )
+    return [
+        {glob: change for glob, change in overrides.items() if glob in globs} for globs in matched
+    ]
+
+
 def undo_compile(model: nn.Module) -> None:
-    """Undo `compile_in_place`, if it compiled the model."""
-    if hasattr(model._compiled_call_impl, "is_from_fewbit"):
-        model._compiled_call_impl = None
+    """Undo `compile_in_place` and `compile_blocks_`, if they compiled the model or a part of it."""
+    for module in model.modules():
+        if hasattr(module._compiled_call_impl, "is_from_fewbit"):
+            module._compiled_call_impl = None
 
 
 def partition_fn(

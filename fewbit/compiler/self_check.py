@@ -5,59 +5,84 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import warnings
-from functools import cache
+import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fewbit.config import FixedBits
 from fewbit.convert.settings import resolve
 from fewbit.files import cache_folder
 from fewbit.text import one_line
 
+WORKS = "works"
 _BITS = 8
 _LARGEST_ERROR = 0.05
 """The largest error of a gradient with 8 bits, divided by the norm of the exact gradient. It is about .01."""
+_TIMEOUT = 300
+"""The most seconds that the check may take."""
 _LARGEST_SHARE = 0.4
 """The largest share of the exact bytes that may be saved with 8 bits. It is about .25."""
+_answers = []  # of this process: at most one
+_lock = threading.Lock()
 
 
-@cache
 def failure() -> str | None:
-    """Return in a few words what does not work with the installed torch; None if all works.
+    """Return in a few words what does not work with the installed torch; None if all works, or if nothing is known.
 
-    A small network is compiled and run. Its result, its gradients and its saved bytes are compared with what they must be. This
-    takes seconds, so if all works, a file in the user's cache folder says so for this version of torch and this code.
+    Another process compiles and runs a small network, and compares its result, its gradients and its saved bytes with what they must
+    be. This takes seconds, so if all works, a file in the user's cache folder says so for this version of torch and this code.
     """
     if torch._dynamo.config.disable:
         return None
+    with _lock:
+        if not _answers:
+            _answers.append(_answer())
+        return _answers[0]
+
+
+def _answer() -> str | None:
     mark = _mark()
-    if mark is not None and mark.exists():
+    if mark is not None and os.path.exists(mark):
         return None
-    found = run()
-    if found is None and mark is not None:
+    found = _of_process()
+    if found == WORKS and mark is not None:
         with contextlib.suppress(OSError):  # the next process checks again
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
-    return found
+    return None if found == WORKS else found
 
 
-def run() -> str | None:
-    """Run the check. Return in a few words what fails, or None."""
+def _of_process() -> str | None:
+    """Run the check in a process that shares no state with the user's program.
+
+    Returns:
+        WORKS, or what does not work; None if no process could be started.
+    """
+    code = f"from {__name__} import run; print(); print(run())"
+    # A GPU would have to be initialized, and takes no part.
+    changes = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, **changes, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
     try:
-        with (
-            _disable_current_modes(),
-            warnings.catch_warnings(),
-            torch.device("cpu"),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.random.fork_rng(devices=[]),
-        ):
-            warnings.simplefilter("ignore")  # warnings may be errors in this program
-            return _compared()
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    if done.returncode:
+        return f"a check of it ended with exit status {done.returncode}"
+    return done.stdout.strip().splitlines()[-1]
+
+
+def run() -> str:
+    """Run the check in this process. Return WORKS, or in a few words what does not work."""
+    try:
+        return _compared() or WORKS
     except Exception as error:
         return one_line(error)
 

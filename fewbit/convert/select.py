@@ -102,7 +102,7 @@ def _matches(found: list[_Place], which: Filter, name: str) -> list[bool]:
     for glob in tuple(globs):
         if not isinstance(glob, str):
             raise InputError(f"{name}: expected a glob over dotted module paths, got {glob!r}")
-        of_glob = [any(_is_within(path, glob) for path in place.paths) for place in found]
+        of_glob = [any(is_within(path, glob) for path in place.paths) for place in found]
         if not any(of_glob):
             paths = [path for place in found for path in place.paths]
             near = get_close_matches(glob, paths, n=1)
@@ -112,7 +112,7 @@ def _matches(found: list[_Place], which: Filter, name: str) -> list[bool]:
     return result
 
 
-def _is_within(path: str, glob: str) -> bool:
+def is_within(path: str, glob: str) -> bool:
     """Return whether the glob matches the path, or the path of a module around it."""
     parts = path.split(".")
     return any(fnmatchcase(".".join(parts[:n]), glob) for n in range(len(parts) + 1))

@@ -1,5 +1,6 @@
 """fewbit doctor: what it shows of the installation, and what it advises."""
 
+import builtins
 import json
 
 import pytest
@@ -35,7 +36,7 @@ def test_the_command():
 def gpu(monkeypatch, reason, driver=13000, build="13.0"):
     """Let torch have a GPU whose kernels are unusable for a reason, or usable if it is ""."""
     monkeypatch.setattr(torch.version, "cuda", build)
-    monkeypatch.setattr(doctor, "_has_driver", lambda: True)
+    monkeypatch.setattr(doctor, "_gpus", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: build is not None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(build is not None))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
@@ -75,12 +76,51 @@ def test_a_gpu_that_torch_was_not_built_for(monkeypatch):
 
 def test_a_machine_without_a_compiler(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setenv("CXX", "ccache g++")
     monkeypatch.setattr(backends, "of", lambda tensor: reference)
     found = parts()
     assert found["CPU kernels"][1].startswith("install a C++ compiler")
     assert 'backend="aot_eager" only' in found["fewbit.compile"][0]
     text = str(doctor.Installation(tuple(doctor._parts())))
     assert "CPU kernels: install a C++ compiler" in text and "nothing is missing" not in text
+
+
+def test_a_gpu_whose_driver_is_too_old(monkeypatch):
+    gpu(monkeypatch, "")
+
+    def refuse(device):
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", refuse)
+    found, advice = parts()["GPU 0"]
+    assert "driver on your system is too old" in found and advice.startswith("update")
+
+
+@pytest.mark.parametrize(
+    ("error", "found", "advice"),
+    [
+        (ModuleNotFoundError("no torch", name="torch"), "not installed", "pip install torch"),
+        (ImportError("fewbit needs torch 2.11 or newer"), "needs torch 2.11", "install a version"),
+        (OSError("libcublas.so.13: cannot open"), "libcublas.so.13", "install a version"),
+    ],
+)
+def test_a_torch_that_cannot_be_imported(monkeypatch, error, found, advice):
+    def refuse(name, *others):
+        if name == "torch":
+            raise error
+        return importing(name, *others)
+
+    importing = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    shown = parts()
+    assert [*shown] == ["fewbit", "torch"]
+    assert found in shown["torch"][0] and shown["torch"][1].startswith(advice)
+
+
+def test_torch_compile_is_disabled():
+    with torch._dynamo.config.patch(disable=True):
+        found = parts()
+    assert found["fewbit.compile"] == ("torch.compile is disabled", "unset TORCH_COMPILE_DISABLE")
 
 
 def test_a_torch_that_fails_the_check(monkeypatch):

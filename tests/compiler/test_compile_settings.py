@@ -1,6 +1,7 @@
 """The arguments of `fewbit.compile` and `fewbit.partition_fn`, and the report."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -145,7 +146,9 @@ def test_a_torch_that_fails_the_check_saves_exact_tensors(
     model, x = made("gated")
     with monkeypatch.context() as patch:
         patch.setattr(place, name, change)
-        patch.setattr(self_check, "failure", self_check.run)
+        patch.setattr(self_check, "_of_process", self_check.run)
+        patch.setattr(self_check, "_answers", [])
+        patch.setattr(self_check, "_mark", lambda: None)
         with pytest.warns(
             UserWarning,
             match=rf"does not work with torch {re.escape(torch.__version__)} \(.*{message}",
@@ -156,18 +159,33 @@ def test_a_torch_that_fails_the_check_saves_exact_tensors(
 
 
 @pytest.mark.inductor
+@pytest.mark.processes
 def test_the_check_runs_once_for_each_version_of_torch(monkeypatch, tmp_path):
-    monkeypatch.setenv("FEWBIT_CACHE", str(tmp_path / "cache"))
-    state, results = torch.get_rng_state(), [None, "something else", "something else"]
-    assert self_check.run() is None
-    assert torch.equal(torch.get_rng_state(), state)
-    monkeypatch.setattr(self_check, "run", lambda: results.pop(0))
-    check = self_check.failure.__wrapped__
-    assert check() is None
-    assert check() is None  # a file in the cache says so
+    """It runs in a process, whose random numbers, warnings and counters are not those of this one."""
+    cache, asked = tmp_path / "cache", []
+    monkeypatch.setenv("FEWBIT_CACHE", str(cache))
+    run = self_check._of_process
+
+    def counted():
+        asked.append(torch.__version__)
+        return run() if torch.__version__ != "2.99.0" else answers.pop(0)
+
+    answers = ["something else", None]
+    monkeypatch.setattr(self_check, "_of_process", counted)
+
+    def failure():
+        monkeypatch.setattr(self_check, "_answers", [])
+        assert self_check.failure() == self_check.failure()
+        return self_check.failure()
+
+    own = torch.__version__
+    assert failure() is None and failure() is None and asked == [own]  # a file in the cache says so
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    assert check() == "something else"
-    assert check() == "something else"
+    assert failure() == "something else" and len(asked) == 2
+    assert failure() is None and len(asked) == 3  # no process could be started
+    assert len([*cache.iterdir()]) == 1
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    assert run() is None
 
 
 @pytest.mark.inductor

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import fewbit
 from fewbit.compiler import self_check
+from fewbit.compiler.compiling import undo_compile
 from fewbit.errors import InputError
 
 pytestmark = [
@@ -81,6 +82,50 @@ def test_overrides_are_paths_in_a_block(overrides):
     assert (8 in {row.bits for row in partitioner.report.rows}) == bool(overrides)
 
 
+@pytest.mark.parametrize("place", ["blocks.1", "blocks.1.inner.0", "blocks.0"])
+def test_hooks_of_one_block(place):
+    net, x = model(3), normal((4, 32, WIDTH), scale=1.0)
+    net.get_submodule(place).register_forward_hook(lambda module, args, y: 3 * y)
+    exact = net(x)
+    assert len(compiled(net, 8)) == 2
+    for _ in range(2):
+        torch.testing.assert_close(net(x), exact)
+
+
+def test_a_list_of_lists():
+    torch.manual_seed(0)
+    net = Composed(
+        lambda own, x: own.pairs[1][1](own.pairs[1][0](own.pairs[0][1](own.pairs[0][0](x)))).sum(),
+        pairs=nn.ModuleList(nn.ModuleList([block(), block()]) for _ in range(2)),
+    )
+    x = normal((4, 32, WIDTH), scale=1.0)
+    usual = fewbit.saved_bytes(net, x).total
+    (partitioner,) = compiled(net, 8)
+    gradient(net, net, x)
+    assert partitioner.report.graphs <= 2 and fewbit.saved_bytes(net, x).total < 0.4 * usual
+
+
+def test_a_block_has_an_argument_of_any_name():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, block=1):
+            return self.inner(x) * block
+
+    net = nn.Sequential(Named(), Named())
+    compiled(net, 2)
+    assert net[0](normal((4, WIDTH)), block=2).shape == (4, WIDTH)
+
+
+def test_undo():
+    net = model(2)
+    compiled(net, 2)
+    undo_compile(net)
+    assert all(module._compiled_call_impl is None for module in net.modules())
+
+
 def test_a_copy_of_a_model_is_not_compiled():
     net, x = model(2), normal((4, 32, WIDTH), scale=1.0)
     exact = gradient(net, net, x)
@@ -92,14 +137,17 @@ def test_a_copy_of_a_model_is_not_compiled():
 def test_blocks_of_several_classes():
     torch.manual_seed(0)
     plain = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)]
-    alone = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    net = nn.ModuleList(
-        [block(), plain[0], block(), plain[1], nn.Linear(WIDTH, WIDTH), nn.ModuleList([alone])]
-    )
+    alone = nn.TransformerEncoderLayer(WIDTH, 4, 8)
+    net = nn.ModuleList([block(), plain[0], block(), plain[1], nn.Linear(WIDTH, WIDTH), alone])
     assert len(compiled(net, 4)) == 2
     assert net[0]._compiled_call_impl is not None and net[1]._compiled_call_impl is not None
     assert net[4]._compiled_call_impl is None and alone._compiled_call_impl is None
     assert net[0].inner._compiled_call_impl is None
+    undo_compile(net)
+    with pytest.raises(InputError, match="matches a module in a block, got 'outer'"):
+        compiled(net, 4, overrides={"inner.0": 8, "outer": 2})
+    assert net[0]._compiled_call_impl is None
+    assert len(compiled(net, 4, overrides={"inner.0": 8})) == 2
 
 
 def test_a_model_of_transformers():

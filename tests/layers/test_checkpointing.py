@@ -206,6 +206,26 @@ def test_inside_a_converted_model():
     assert all(weight.grad.isfinite().all() for weight in model.parameters())
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inner", ["model", "part"])
+def test_dropout_after_a_model_in_a_region(reentrant, inner):
+    """The model draws a number for its seeds in both runs of the region, so what follows draws the same numbers."""
+    masks = []
+
+    def region(x):
+        y = body(x)
+        mask = nn.functional.dropout(torch.ones_like(y), 0.5)
+        masks.append(mask.detach())
+        return y * mask
+
+    model = nn.Sequential(block(), nn.Linear(WIDTH, WIDTH))
+    body = model if inner == "model" else model[0]
+    fewbit.compress_(model, 8, verbose=False)
+    x = normal((4, 8, WIDTH), scale=1.0).requires_grad_()
+    torch_checkpoint(region, x, use_reentrant=reentrant).sum().backward()
+    assert len(masks) == 2 and torch.equal(*masks)
+
+
 CHAINS = {  # layers whose results are computed again from a copy that an earlier layer has saved
     "relu": lambda: [
         nn.Conv2d(4, 4, 3),

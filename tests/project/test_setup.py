@@ -114,10 +114,31 @@ def test_what_cuda_is_built_for(build, nvcc, monkeypatch, mode, named, gpus, exp
             chosen(nvcc)
         return
     assert chosen(nvcc) == expected
-    command, *_ = next(iter(build["cuda_jobs"](nvcc, *expected)))
+    command, *_ = next(iter(build["cuda_jobs"]([nvcc], *expected)))
     code = [word.rpartition("code=")[2] for word in command if "gencode" in word]
     assert code == build["targets"](*expected)
     assert [target for target in code if target.startswith("compute")] == [f"compute_{expected[1]}"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "says", "expected"),
+    [
+        (None, "", True),
+        (None, "math.h(629): error: exception specification is incompatible", False),
+        ("1", "error: anything", True),  # which fails later, and says why
+    ],
+)
+def test_an_nvcc_that_does_not_work(build, monkeypatch, capfd, tmp_path, mode, says, expected):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho '{says}' >&2\n[ -z '{says}' ]\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    if mode:
+        monkeypatch.setenv("FEWBIT_CUDA", mode)
+    assert build["find_nvcc"]("g++") == (str(nvcc) if expected else None)
+    shown = capfd.readouterr().err
+    assert ("without CUDA kernels" in shown and says in shown) == (not expected)
 
 
 def test_cuda_is_linked_statically_with_the_libraries_beside_nvcc(build, monkeypatch, tmp_path):
@@ -173,16 +194,23 @@ H100 = (9, 0)
 @pytest.mark.parametrize(
     ("driver", "variables", "tools", "expected"),
     [
-        (Driver(H100), {}, (), True),
-        (Driver(H100, version=13020), {"FEWBIT_CUDA": "auto"}, (), True),
-        (Driver(H100, version=12080), {}, (), False),
-        (Driver(), {}, (), False),
-        (OSError("no libcuda.so.1"), {}, (), False),
+        (Driver(H100), {}, ("bin/g++",), True),
+        (
+            Driver(H100, version=13020),
+            {"FEWBIT_CUDA": "auto", "CXX": "ccache clang++"},
+            ("bin/clang++",),
+            True,
+        ),
+        (Driver(H100, version=12080), {}, ("bin/g++",), False),
+        (Driver((7, 0)), {}, ("bin/g++",), False),
+        (Driver(), {}, ("bin/g++",), False),
+        (Driver(H100), {}, (), False),  # no C++ compiler
+        (OSError("no libcuda.so.1"), {}, ("bin/g++",), False),
         (OSError("no libcuda.so.1"), {"FEWBIT_CUDA": "1"}, (), True),
         (Driver(H100), {"FEWBIT_CUDA": "0"}, (), False),
         (Driver(H100), {"FEWBIT_KERNELS": "0"}, (), False),
-        (Driver(H100), {}, ("bin/nvcc",), False),
-        (Driver(H100), {}, ("nvidia/cu13/bin/nvcc",), False),
+        (Driver(H100), {}, ("bin/nvcc", "bin/g++"), False),
+        (Driver(H100), {}, ("nvidia/cu13/bin/nvcc", "bin/g++"), False),
     ],
 )
 def test_when_a_build_asks_for_nvcc(
@@ -194,13 +222,13 @@ def test_when_a_build_asks_for_nvcc(
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    for name in ("FEWBIT_CUDA", "FEWBIT_KERNELS"):
+    for name in ("FEWBIT_CUDA", "FEWBIT_KERNELS", "CXX"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for tool in tools:
         path = tmp_path / tool
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o755)
     for hook in ("get_requires_for_build_wheel", "get_requires_for_build_editable"):
         monkeypatch.setattr(backend["build_meta"], hook, lambda settings: ["others"])

@@ -15,6 +15,7 @@ from torch import Tensor
 from fewbit.config import UNIFORM
 from fewbit.functional.products import in_shapes, is_in_memory
 from fewbit.runtime.interop.checkpoint import in_checkpoint
+from fewbit.runtime.interop.clamp import is_inside
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.quantizers import copies, integers
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
@@ -181,17 +182,13 @@ class _Erf(SavingFunction):
 class _Clamp(SavingFunction):
     @staticmethod
     def forward(ctx, x, least, greatest):
-        is_inside = torch.ones_like(x, dtype=torch.bool) if least is None else x >= least
-        if greatest is not None:
-            # Not in place, because selective checkpointing keeps the results of operations.
-            is_inside = is_inside & (x <= greatest)
-        saved = integers.pack(is_inside, 2)
-        return copies.keep(ctx, torch.clamp(x, least, greatest), is_inside=saved)
+        saved = integers.pack(is_inside(x, least, greatest), 2)
+        return copies.keep(ctx, torch.clamp(x, least, greatest), inside=saved)
 
     @staticmethod
     def backward(ctx, grad):
-        is_inside = copies.Kept(ctx).values("is_inside").bool()
-        return torch.where(is_inside, grad, 0), None, None
+        inside = copies.Kept(ctx).values("inside").bool()
+        return torch.where(inside, grad, 0), None, None
 
 
 class _Largest(SavingFunction):

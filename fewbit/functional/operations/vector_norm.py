@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fewbit.functional.products import is_in_memory
-from fewbit.runtime.interop import CLAMP_HAS_GRADIENT_AT_ENDS
+from fewbit.runtime.interop import clamp
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
@@ -115,7 +115,7 @@ class _Normalize(SavingFunction):
         bound = length.clamp_min(eps)
         y = x / bound.expand_as(x)
         ctx.dim = dim
-        is_free = length >= eps if CLAMP_HAS_GRADIENT_AT_ENDS else length > eps
+        is_free = clamp.is_inside(length, eps, None)
         return copies.keep(ctx, y, bound=bound, is_free=is_free, y=quantizer.quantize(y))
 
     @staticmethod

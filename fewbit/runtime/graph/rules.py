@@ -17,7 +17,7 @@ import torch
 
 from fewbit.config import ROTATED, UNIFORM
 from fewbit.runtime.format.buffers import FLOATING
-from fewbit.runtime.interop import CLAMP_HAS_GRADIENT_AT_ENDS
+from fewbit.runtime.interop import clamp
 from fewbit.runtime.quantizers import integers
 from fewbit.runtime.quantizers.spec import SavedTensors
 
@@ -191,26 +191,18 @@ class InsideRule(OneBit):
 
     def compress(self, x, settings):
         """Return a packed bit for each element."""
-        reaches, stays_below = (
-            (torch.ge, torch.le) if CLAMP_HAS_GRADIENT_AT_ENDS else (torch.gt, torch.lt)
-        )
-        inside = torch.ones_like(x, dtype=torch.bool)
-        if self.least is not None:
-            inside &= reaches(x, self.least)
-        if self.greatest is not None:
-            inside &= stays_below(x, self.greatest)
-        tensors, spec, *_ = integers.pack(inside, 2)
+        tensors, spec, *_ = integers.pack(clamp.is_inside(x, self.least, self.greatest), 2)
         # NaN is in no interval.
-        return SavedTensors(tensors, _ChoiceSpec(spec, x.dtype, self._point(), math.nan))
+        return SavedTensors(tensors, _ChoiceSpec(spec, x.dtype, self._point(x.dtype), math.nan))
 
-    def _point(self) -> float:
+    def _point(self, dtype) -> float:
         """Return a number within the interval, and not at its ends."""
-        least = -math.inf if self.least is None else self.least
-        greatest = math.inf if self.greatest is None else self.greatest
-        if math.isfinite(least) and math.isfinite(greatest):
-            return (least + greatest) / 2
-        end = least if math.isfinite(least) else greatest
-        return end + max(1.0, abs(end)) * (1 if end == least else -1) if math.isfinite(end) else 0.0
+        if self.greatest is None:
+            return math.inf
+        if self.least is None:
+            return -math.inf
+        most = torch.finfo(dtype).max
+        return (max(self.least, -most) + min(self.greatest, most)) / 2
 
 
 @dataclass(frozen=True)

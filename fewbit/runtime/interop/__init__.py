@@ -8,10 +8,9 @@ If a new version of torch needs changes in fewbit, the changes should be in this
 
 import torch
 
-_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-CLAMP_HAS_GRADIENT_AT_ENDS = _VERSION < (2, 14)
-"""Whether torch.clamp has a gradient for elements that are equal to an end of its interval."""
-if _VERSION < (2, 11):
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+"""The version of torch, such as (2, 13)."""
+if VERSION < (2, 11):
     raise ImportError(
         f"fewbit needs torch 2.11 or newer, got torch {torch.__version__}: pip install --upgrade torch"
     )

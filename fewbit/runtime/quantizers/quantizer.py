@@ -595,12 +595,11 @@ class Quantizer:
         bits = min(self.bits_of(slot) + extra_bits, MAX_BITS)
         spec = self._spec(x, x.dtype, bits, kind=kind)
         settings = bits, self.group_size, kind, channels
-        *tensors, one = quantizer_ops.quantize_op(x, spec.stride, library.new_seed(x), *settings)
+        made = quantizer_ops.quantize_op(x, spec.stride, library.new_seed(x), *settings)
         if channels:
             spec = spec._replace(has_channels=True)
-        else:
-            tensors.pop()
-        return SavedTensors(tuple(tensors), spec, None if is_abstract(x) else one)
+        tensors = tuple(made[: 3 if channels else 2])
+        return SavedTensors(tensors, spec, None if is_abstract(x) else made[-1])
 
     def was_traced(self) -> None:
         """Tell the policy that no probe can measure the layer, because the layer runs inside torch.compile."""

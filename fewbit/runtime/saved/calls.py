@@ -92,13 +92,14 @@ class CallGuard:
             context.end(forward)
             if compressor is not None:
                 compressor.end()
-        if forward.is_first:
-            if forward.assignment is not None and forward.assignment.probe is not None:
-                forward.assignment.probe.watch(outputs)
-            # Advance torch's generator once per forward, after the model has drawn its own numbers, and only if a
-            # layer saved a tensor.
-            if forward.has_saved:
-                torch.randint(2**63 - 1, (), device="cpu")
+        if forward.is_first and forward.assignment is not None:
+            probe = forward.assignment.probe
+            if probe is not None:
+                probe.watch(outputs)
+        # Advance torch's generator once per forward, after the model has drawn its own numbers, and only if a layer saved a
+        # tensor. What follows in a region draws the same numbers when the region runs again.
+        if forward.has_saved and (forward.is_first or context.repeats(forward)):
+            torch.randint(2**63 - 1, (), device="cpu")
         return outputs
 
     def _compress(self, forward: Forward, start: int, outputs, is_outermost=False) -> None:

@@ -240,6 +240,15 @@ class ForwardContext:
         """Drop the copies of regions when a forward pass ends, unless it is a part of a region that still runs."""
         if forward.hook is None or self.is_private or self._contains(forward):
             self._local.forget_runs()
+        if forward.is_first and not torch.is_grad_enabled():
+            self._whole.update(filter(None, [reentrant_region()]))
+
+    def repeats(self, forward: Forward) -> bool:
+        """Return whether a forward pass is the second run of a whole forward pass, in a region that contains it."""
+        if not in_backward():
+            return False
+        region = reentrant_region() if forward.hook is None else region_of(forward.hook)
+        return region in self._whole
 
     def _contains(self, forward) -> bool:
         """Return whether the running region contains the whole forward pass.

@@ -89,7 +89,7 @@ class CallGuard:
             for each in reversed(entered):
                 each.__exit__(None, None, None)
             bypass.stack.modes = modes
-            context.end(forward)
+            context.end(forward, has_grad)
             if compressor is not None:
                 compressor.end()
         if forward.is_first and forward.assignment is not None:

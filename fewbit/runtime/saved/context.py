@@ -236,11 +236,16 @@ class ForwardContext:
                 self._entry(region, forward)
                 forward.has_saved = True
 
-    def end(self, forward: Forward) -> None:
-        """Drop the copies of regions when a forward pass ends, unless it is a part of a region that still runs."""
+    def end(self, forward: Forward, has_grad: bool = True) -> None:
+        """Drop the copies of regions when a forward pass ends, unless it is a part of a region that still runs.
+
+        Args:
+            forward: the forward pass.
+            has_grad: whether it ran with gradients. Without them, it may be in a region with `use_reentrant=True`.
+        """
         if forward.hook is None or self.is_private or self._contains(forward):
             self._local.forget_runs()
-        if forward.is_first and not torch.is_grad_enabled():
+        if forward.is_first and not has_grad:
             self._whole.update(filter(None, [reentrant_region()]))
 
     def repeats(self, forward: Forward) -> bool:

@@ -1,25 +1,58 @@
-"""The README's table of pretrained networks has the numbers of benchmarks/results/pretrained.json."""
+"""The README has at most one screen of words; its table and that of pretrained networks have the numbers of benchmarks/results/."""
 
 import json
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-RESULTS = json.loads((ROOT / "benchmarks" / "results" / "pretrained.json").read_text("utf-8"))
-ROWS = {(row["network"], row["setting"]): row for row in RESULTS["rows"]}
-NETWORKS = "SmolLM2-135M", "all-MiniLM-L6-v2", "EfficientNet-lite0"
+README = (ROOT / "README.md").read_text("utf-8")
+NETWORKS = NETWORK, *_ = "SmolLM2-135M", "all-MiniLM-L6-v2", "EfficientNet-lite0"
+SETTINGS = {  # {the first cell: the setting in the results}
+    "nothing: exact": "exact",
+    "`bits=4`": "4 bits",
+    "`bits=2`": "2 bits",
+    "`bits=4`, `recompute_linear`": "4 bits, recompute_linear",
+    "`bits=4`, and `checkpoint_`": "checkpoint_ 8 bits, 4 bits",
+}
+
+
+def rows_of(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))["rows"]
+
+
+def test_the_table():
+    header = "| `compress_` with | saved | time of a pass | noise | loss |\n|---|---|---|---|---|\n"
+    lines = README.split(header)[1].split("\n\n")[0].splitlines()
+    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [cells[0] for cells in shown] == list(SETTINGS)
+    measured = {row["setting"]: row for row in rows_of("pretrained") if row["network"] == NETWORK}
+    times = {
+        row["setting"]: row for row in rows_of("pretrained_times") if row["network"] == NETWORK
+    }
+    losses = {row["arm"]: row for row in rows_of("finetuning_summary") if row["way"] == "lora"}
+    for name, saved, time, noise, loss in shown:
+        setting = SETTINGS[name]
+        row = measured[setting]
+        assert saved == f"{row['mib']:.1f} MiB"
+        assert time == (f"{times[setting]['time']:.2f}" if setting in times else "1")
+        assert noise == (f"{row['added_variance']:.2g}" if "added_variance" in row else "")
+        if loss:
+            found = losses[setting]
+            assert loss == f"{found['difference']:+.4f} ± {found['standard_error']:.4f}"
 
 
 def test_the_table_of_pretrained_networks():
-    text = (ROOT / "README.md").read_text("utf-8")
+    text = (ROOT / "docs" / "results" / "index.md").read_text("utf-8")
     header = "| | SmolLM2-135M | MiniLM-L6 | EfficientNet-lite0 |\n|---|---|---|---|\n"
     lines = text.split(header)[1].split("\n\n")[0].splitlines()
     assert len(lines) >= 5
+    measured = {(row["network"], row["setting"]): row for row in rows_of("pretrained")}
     for line in lines:
         setting, *cells = (cell.strip().replace("`", "") for cell in line.strip("|").split("|"))
         for network, cell in zip(NETWORKS, cells, strict=True):
-            row = ROWS.get((network, setting))
-            if row is None:
-                assert cell == ""
-                continue
-            error = f", {100 * row['error']:.1f} %" if "error" in row else ""
-            assert cell == f"{row['mib']:.1f} MiB{error}"
+            row = measured.get((network, setting))
+            error = f", {100 * row['error']:.1f} %" if row and "error" in row else ""
+            assert cell == (f"{row['mib']:.1f} MiB{error}" if row else "")
+
+
+def test_the_length():
+    assert len(README.split()) <= 650

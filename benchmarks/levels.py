@@ -5,7 +5,7 @@
 
 The networks are the demo's transformer and a ResNet for 8 by 8 digits, after exact training. In L2 the bits follow from a rule;
 in L2.5 the samples of a tensor share its bits; in L3 all tensors of the model share them too, and the bits are adapted on other
-batches first. "Numbered" is L3 where the training loop says which digits a batch has. Activations have 3 bits, or for ReLU 1.
+batches first. "Numbered" is L3 where the training loop says which digits a batch has.
 
 For appendix E of "Few-bit Backward" (ICML 2023), the ResNet has GELU. At level L3, GELU saves the codes of a few-bit table
 ("tables"), its input quantized ("quantized"), or nothing, because it uses the copy that the norm before it saves ("shared").
@@ -69,16 +69,15 @@ def batches(network, seed):
 
 def compress(model, method, bits):
     """Compress a model by a method of METHODS."""
-    fixed = {"activation_bits": 3}
     quiet = partial(fewbit.compress_, model, verbose=False)
     if method in ("L2", "L2.5"):
-        return quiet(fewbit.Level(method, bits), layers=fixed)
+        return quiet(fewbit.Level(method, bits))
     if method == "tables":
         return quiet(fewbit.AdaptiveBits(bits), layers={"activation_bits": bits})
     if method in ("quantized", "shared"):
-        controller = quiet(fewbit.AdaptiveBits(bits), layers=fixed, exclude=is_gelu)
+        controller = quiet(fewbit.AdaptiveBits(bits), exclude=is_gelu)
         return quantize_activations(controller, method == "shared")
-    controller = quiet(fewbit.AdaptiveBits(bits), layers=fixed)
+    controller = quiet(fewbit.AdaptiveBits(bits))
     return number_digits(controller) if "numbered" in method else controller
 
 

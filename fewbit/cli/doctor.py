@@ -113,7 +113,7 @@ def _gpu(device) -> tuple[str, str]:
     try:
         major, minor = torch.cuda.get_device_capability(device)
         found, advice = _kernels(device)
-        return f"{torch.cuda.get_device_name(device)} ({major}.{minor}), {found}", advice
+        return f"{torch.cuda.get_device_name(device)} ({major}.{minor}): {found}", advice
     except RuntimeError as error:  # the driver is too old for torch
         return (
             f"torch cannot use it: {one_line(error)}",
@@ -131,7 +131,7 @@ def _kernels(device) -> tuple[str, str]:
         warnings.simplefilter("always")
         name = backends.of(torch.empty(0, device=device)).name
     if name != "reference":
-        return f"kernels: {name}", ""
+        return name, ""
     reason = f" ({str(caught[0].message).partition(': ')[2]})" if caught else ""
     return f"no kernels{reason}, so fewbit computes in plain torch, which is slow", _remedy(device)
 

@@ -18,6 +18,7 @@ from fewbit.config import BitConfig, FixedBits, LayerSettings, as_config
 from fewbit.convert.select import Selection, is_within
 from fewbit.convert.settings import ResolvedSettings, resolve
 from fewbit.errors import CompileWarning, InputError
+from fewbit.runtime.interop.bypass import ModeHooks
 
 if TYPE_CHECKING:
     from fewbit.compiler.partitioner import Partitioner
@@ -178,8 +179,14 @@ def _repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    of_forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(of_forward or module._backward_hooks or module._backward_pre_hooks)
+    """Return whether a module has hooks other than fewbit's, which do nothing in compiled code."""
+    hooks = (
+        *module._forward_hooks.values(),
+        *module._forward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+    )
+    return not all(isinstance(getattr(hook, "__self__", None), ModeHooks) for hook in hooks)
 
 
 def _overrides_of(groups: list[list[nn.Module]], overrides) -> list:

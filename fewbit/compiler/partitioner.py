@@ -105,6 +105,9 @@ class Partitioner(CustomPartitionerFn):
         # Inductor copies its options, and the report must reach the object that the user has.
         return self
 
+    def __repr__(self) -> str:
+        return f"Partitioner({self.settings.bits} bits, {self._graphs} graphs compiled)"
+
     def _settings_of(self, root: Root) -> ResolvedSettings | None:
         """Return the settings for a tensor: of the modules that use it, those with the most bits. None means exact."""
         unknown = sorted(root.modules - self.paths) if self.own and self.paths else ()

@@ -35,7 +35,7 @@ from fewbit.convert import kinds
 from fewbit.convert.model_facts import facts_of
 from fewbit.convert.report import Report
 from fewbit.convert.select import Filter, Selection
-from fewbit.convert.settings import ResolvedSettings, resolve
+from fewbit.convert.settings import ResolvedSettings, mean_bits, resolve
 from fewbit.convert.swap import Conversion, check_model, convert, restore_
 from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
@@ -301,7 +301,9 @@ def _report(report: Report, notes, model, settings, sample, before) -> Report:
     """Add to the report what is known after the conversion: notes, bits of functions, saved bytes, shared tensors."""
     changes, saved = {"notes": notes}, None
     if settings.functional:
-        changes["functions"] = settings.bits, settings.bits_of_attention, settings.activation_bits
+        own = settings.make_activation_quantizer(None)  # None if activations save codes
+        activations = settings.activation_bits if own is None else mean_bits(own)
+        changes["functions"] = settings.bits, settings.bits_of_attention, activations
     if sample is not None:
         saved = saved_for(model, sample)
         changes["saved"] = before, bytes_by_op(saved)

@@ -79,7 +79,7 @@ class Report(Result):
         saved: Two dicts, before and after the conversion: {name of an operation: the bytes that the operation saves for
             the backward pass}. None if `compress_` got no `sample`.
         functions: Three numbers of bits per element, for functions that a forward pass calls: the bits of quantized
-            inputs, of q, k and v of attention, and of activations' codes. None if functions are not compressed.
+            inputs, of q, k and v of attention, and of activations. None if functions are not compressed.
         notes: Lines about the model as a whole.
     """
 
@@ -118,7 +118,7 @@ class Report(Result):
     def _lines(self) -> Iterator[str]:
         if self.functions is not None:
             inputs, attention, activations = self.functions
-            line = f"called functions save {bits_or_exact(inputs)} of inputs, {activations} of activations"
+            line = f"called functions save {bits_or_exact(inputs)} of inputs, activations {bits_or_exact(activations)}"
             if attention != inputs:
                 line += (
                     "; if the model calls attention, matrix products, softmax or squares, these save "

@@ -18,7 +18,7 @@ from torch import nn
 
 from fewbit.analysis.meter import saved_bytes
 from fewbit.compress.compress import compress_
-from fewbit.config import ACTIVATION_BITS, LayerSettings, Level
+from fewbit.config import ACTIVATION_BITS, Level
 from fewbit.demo import training
 from fewbit.demo.parallel import run_all
 from fewbit.demo.result import Arm, Demo
@@ -71,8 +71,7 @@ def run_demo(
 
     Args:
         bits: Numbers of bits. Each gives an arm whose GELUs save this many bits per element.
-        everything: Numbers of bits. Each gives an arm whose model `compress_` converts, so that all layers save their
-            inputs with this many bits per element. GELUs have 3 bits.
+        everything: Numbers of bits. Each gives an arm whose model `compress_` converts with these bits.
         average: Average numbers of bits. Each gives an arm like those of `everything`, but at level L3 of ActNN, which
             divides the bits among layers and samples (`AdaptiveBits`).
         seeds: The number of seeds.
@@ -121,8 +120,7 @@ def _build(arm: Arm, settings, corpus, seed):
         corpus, settings, nn.GELU if exact else partial(GELU, bits=arm.bits), seed
     )
     if arm.everything is not None:
-        layers = LayerSettings(activation_bits=arm.bits)
-        compress_(model, Level(arm.level, arm.everything), layers=layers, verbose=False)
+        compress_(model, Level(arm.level, arm.everything), verbose=False)
     return model
 
 

@@ -244,7 +244,7 @@ class Demo(Result):
         yield "loss: nats per character of held-out text."
         yield "With the same seed, all rows start with the same parameters and see the same batches."
         if any(arm.everything is not None for arm in self.arms):
-            yield "all: every layer's input has those bits, keys, queries and norms some more, and GELU 3 (compress_)."
+            yield "all: compress_(model, bits=...): inputs of layers have those bits, keys, queries, norms and GELU some more."
         if any(arm.level == "L3" for arm in self.arms):
             yield "L3: those bits on average, which all samples and layers share (AdaptiveBits)."
         if self.seeds > 1:

@@ -52,7 +52,7 @@ def gpu(monkeypatch, reason, driver=13000, build="13.0"):
 @pytest.mark.parametrize(
     ("reason", "driver", "found", "advice"),
     [
-        ("", 13000, "NVIDIA H100 (9.0), kernels: cuda", ""),
+        ("", 13000, "NVIDIA H100 (9.0): cuda", ""),
         ("fewbit was built without CUDA", 13000, "no kernels (fewbit was built without CUDA)", "install fewbit again on this"),
         ("fewbit was built without CUDA", 12080, "in plain torch", "update NVIDIA's driver to 580 or newer"),
     ],

@@ -135,7 +135,7 @@ def test_saved_bytes_are_the_promise(demo):
     assert [arm.everything for arm in demo.arms] == [None, None, None, 2, 2]
     assert [arm.level for arm in demo.arms[3:]] == ["L2", "L3"]
     for arm in (everything, average):
-        assert arm.activation_bytes == SMALL.depth * 4 * 3 * math.ceil(elements / 32)
+        assert 0 < arm.activation_bytes < exact.activation_bytes / 7
         assert exact.model_bytes > 9 * arm.model_bytes
     assert exact.activation_bytes == SMALL.depth * 4 * elements
     for arm in (four, one):

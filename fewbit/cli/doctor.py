@@ -25,7 +25,7 @@ OLDEST_DRIVER = 13000
 
 @dataclass(frozen=True, repr=False)
 class Installation(Result):
-    """What the installation consists of.
+    """Describes the parts of an installation of fewbit.
 
     Attributes:
         parts: (part, what was found, what to do if something is missing or else "") for each part.

@@ -1,4 +1,4 @@
-"""What `fewbit.runtime.interop` demands of torch."""
+"""`fewbit.runtime.interop` refuses versions of torch that are too old."""
 
 import runpy
 

@@ -71,7 +71,7 @@ class CallGuard:
             running.forward = forward
             bypass.stack.modes = ()  # those of modules that contain the model do not apply within it
             if forward.hook is not None or not has_grad:
-                context.join_region(forward)
+                context.join_region(forward, is_whole=True)
             if has_grad and module.training:
                 if compressor is not None:
                     start = next_sequence_number()
@@ -89,7 +89,7 @@ class CallGuard:
             for each in reversed(entered):
                 each.__exit__(None, None, None)
             bypass.stack.modes = modes
-            context.end(forward, has_grad)
+            context.end(forward)
             if compressor is not None:
                 compressor.end()
         if forward.is_first and forward.assignment is not None:

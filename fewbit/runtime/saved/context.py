@@ -221,10 +221,14 @@ class ForwardContext:
         entry = None if region is None else self._regions.get(region)
         return None if entry is None else entry.run_again(torch._C._current_graph_task_id())
 
-    def join_region(self, forward: Forward) -> None:
+    def join_region(self, forward: Forward, is_whole: bool = False) -> None:
         """Record the region within which a call of a module begins, if there is one.
 
         Layers in a region with `use_reentrant=True` save tensors only when the region is recomputed.
+
+        Args:
+            forward: the forward pass.
+            is_whole: whether the call is the whole forward pass.
         """
         if forward.hook is not None:
             region = region_of(forward.hook)
@@ -235,18 +239,13 @@ class ForwardContext:
             if region is not None:
                 self._entry(region, forward)
                 forward.has_saved = True
+                if is_whole:
+                    self._whole.add(region)
 
-    def end(self, forward: Forward, has_grad: bool = True) -> None:
-        """Drop the copies of regions when a forward pass ends, unless it is a part of a region that still runs.
-
-        Args:
-            forward: the forward pass.
-            has_grad: whether it ran with gradients. Without them, it may be in a region with `use_reentrant=True`.
-        """
+    def end(self, forward: Forward) -> None:
+        """Drop the copies of regions when a forward pass ends, unless it is a part of a region that still runs."""
         if forward.hook is None or self.is_private or self._contains(forward):
             self._local.forget_runs()
-        if forward.is_first and not has_grad:
-            self._whole.update(filter(None, [reentrant_region()]))
 
     def repeats(self, forward: Forward) -> bool:
         """Return whether a forward pass is the second run of a whole forward pass, in a region that contains it."""

@@ -23,6 +23,7 @@ _HOME = {
     "restore_": "fewbit.convert.swap",
     "checkpoint": "fewbit.checkpointing",
     "checkpoint_": "fewbit.checkpointing",
+    "uncheckpoint_": "fewbit.checkpointing",
     "compile": "fewbit.compiler.compiling",
     "compile_blocks_": "fewbit.compiler.compiling",
     "partition_fn": "fewbit.compiler.compiling",

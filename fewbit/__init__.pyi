@@ -13,6 +13,7 @@ from fewbit.catalog.store import shipped_tables as shipped_tables
 from fewbit.catalog.verification import verify as verify
 from fewbit.checkpointing import checkpoint as checkpoint
 from fewbit.checkpointing import checkpoint_ as checkpoint_
+from fewbit.checkpointing import uncheckpoint_ as uncheckpoint_
 from fewbit.compiler.compiling import compile as compile
 from fewbit.compiler.compiling import compile_blocks_ as compile_blocks_
 from fewbit.compiler.compiling import partition_fn as partition_fn

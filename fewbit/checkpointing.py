@@ -8,7 +8,9 @@ They are not exact in expectation, because a region is not linear in its inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from fnmatch import fnmatchcase
 from functools import partial
 from inspect import signature
 from typing import Any, TypeVar
@@ -39,12 +41,13 @@ from fewbit.runtime.quantizers.spec import SavedTensors, in_storage_order
 from fewbit.runtime.regions.buffers import Buffers
 from fewbit.runtime.regions.runs import FirstRun, Rerun, entered
 from fewbit.runtime.saved.context import current
+from fewbit.runtime.saved.offload import Offload
 from fewbit.runtime.saved.seeds import purpose
 from fewbit.text import shorten
 
 Result = TypeVar("Result")
 
-__all__ = ["checkpoint", "checkpoint_"]
+__all__ = ["checkpoint", "checkpoint_", "uncheckpoint_"]
 
 _ENABLE = "activation_checkpointing_enable", "gradient_checkpointing_enable"
 """The method of models of transformers, with its new and its old name."""
@@ -55,13 +58,16 @@ _HAS_HOOKS = _HOOKS in signature(torch_checkpoint).parameters
 _OPTIONS = "use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", _HOOKS
 """The arguments of torch's function, other than `preserve_rng_state`."""
 _CHECKS = "default", "none"
+BOUNDARIES = Offload(ahead=1)
+"""Moves the quantized inputs of regions to the host. `ahead` is 1, because the time of a whole region hides a transfer."""
 
 
 def checkpoint(
     function: Callable[..., Result],
     *args: Any,
-    bits: int = 8,
+    bits: int | None = 8,
     group_size: int = GROUP_SIZE,
+    offload: bool = False,
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], tuple] = noop_context_fn,
@@ -89,8 +95,11 @@ def checkpoint(
         function: the region, a function or module.
         *args: the positional arguments of `function`.
         bits: the bits per element, 1 to 8. With fewer than 8 bits, look at the error of the gradients first
-            (docs/concepts/layers.md).
+            (docs/concepts/layers.md). None: torch's own function runs, and the inputs are saved as they are.
         group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        offload: whether the quantized inputs of a GPU are in the host's memory until the backward pass needs them. A side
+            stream copies them while the forward pass goes on, and back while the region after this one is computed again.
+            The inputs of the last region stay on the GPU. Tensors of other devices stay where they are.
         use_reentrant: False or None. The reentrant variant of torch's function is refused.
         preserve_rng_state: whether the recomputation draws the same random numbers as the forward pass, as in torch. It must
             be False while a CUDA graph is recorded.
@@ -115,8 +124,7 @@ def checkpoint(
     """
     if not callable(function):
         raise InputError(f"function: expected a function or module, got {type(function).__name__}")
-    check_bits(bits)
-    check_group_size(group_size)
+    _check(bits, group_size, offload)
     options = _torch_options(
         use_reentrant,
         respect_saved_tensors_hooks,
@@ -126,9 +134,9 @@ def checkpoint(
         debug=debug,
         early_stop=early_stop,
     )
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if bits is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return torch_checkpoint(function, *args, **options, **kwargs)
-    region = _CheckpointedRegion(function, args, bits, group_size, preserve_rng_state)
+    region = _CheckpointedRegion(function, args, bits, group_size, preserve_rng_state, offload)
     # torch restores the random states of the devices of the tensors that it is given, and would save the arguments.
     devices = dict.fromkeys(x.device for x in tree_leaves(args) if isinstance(x, Tensor))
     flags = (torch.empty(0, device=device) for device in devices)
@@ -139,47 +147,160 @@ def checkpoint(
 
 def checkpoint_(
     model: nn.Module,
-    bits: int = 8,
+    bits: int | None = 8,
     group_size: int = GROUP_SIZE,
     preserve_rng_state: bool = True,
+    *,
+    include: str | Iterable[str] | None = None,
+    offload: bool = False,
     **options: Any,
 ) -> None:
-    """Enable gradient checkpointing in a model of transformers, in place, with `checkpoint` in place of torch's function.
+    """Make modules of a model checkpointed regions, in place, with `checkpoint` in place of torch's function.
 
-    The layers that ``model.gradient_checkpointing_enable()`` checkpoints (in new versions of transformers,
-    ``activation_checkpointing_enable``) then save their inputs quantized. ``model.gradient_checkpointing_disable()`` undoes
-    this. The model may be compressed by `fewbit.compress_`, before or after.
+    Without `include`, the model is one of transformers. The layers that ``model.gradient_checkpointing_enable()``
+    checkpoints (in new versions of transformers, ``activation_checkpointing_enable``) then save their inputs quantized.
+    ``model.gradient_checkpointing_disable()`` undoes this.
+
+    With `include`, the model may be any module. Only the modules that `include` names change, so several calls may give
+    modules different bits. `uncheckpoint_` undoes this. The model may be compressed by `fewbit.compress_`, before or after.
 
     Args:
         model: the model.
         bits: as in `checkpoint`.
         group_size: as in `checkpoint`.
         preserve_rng_state: as in `checkpoint`.
+        include: one or several glob patterns of dotted module paths, such as ``"layers.*"``. Each module that matches
+            becomes a region, but not the modules inside it.
+        offload: as in `checkpoint`.
         **options: the other arguments of torch's function, as in `checkpoint`: `use_reentrant`, `context_fn`,
             `determinism_check`, `debug`, `early_stop` and `respect_saved_tensors_hooks`.
 
     Raises:
-        InputError: an argument is invalid, or the model has no method `gradient_checkpointing_enable`.
+        InputError: an argument is invalid, `include` matches no module, or there is no `include` and the model has no method
+            `gradient_checkpointing_enable`.
     """
-    check_bits(bits)
-    check_group_size(group_size)
+    _check(bits, group_size, offload)
     unknown = ", ".join(options.keys() - set(_OPTIONS))
     if unknown:
         raise InputError(f"expected arguments among {', '.join(_OPTIONS)}, got {unknown}")
     _torch_options(**options)
+    options = {
+        "group_size": group_size,
+        "preserve_rng_state": preserve_rng_state,
+        "offload": offload,
+        **options,
+    }
+    function = partial(checkpoint, bits=bits, **options)
+    if include is not None:
+        for module in _matching(model, include):
+            _make_region(module, function)
+        return
     enable = _enabling(model)
     if enable is None:
         raise InputError(
             f"expected a model of transformers that supports gradient checkpointing, got {type(model).__name__}; "
-            "call fewbit.checkpoint in the forward of other models, and for models of diffusers "
-            "model.enable_gradient_checkpointing(fewbit.checkpoint)"
+            "name the regions of other models, as include='blocks.*', or call fewbit.checkpoint in their forward"
         )
     enable()
-    options = {"group_size": group_size, "preserve_rng_state": preserve_rng_state, **options}
-    quantized = partial(checkpoint, bits=bits, **options)
     for module in model.modules():
         if hasattr(module, CHECKPOINTING[1]):
-            setattr(module, CHECKPOINTING[1], quantized)
+            setattr(module, CHECKPOINTING[1], function)
+
+
+def uncheckpoint_(model: nn.Module) -> None:
+    """Undo all calls of `checkpoint_`, in place.
+
+    Args:
+        model: the model.
+    """
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, _RegionForward):
+            del module.forward
+            if forward.earlier is not None:
+                module.forward = forward.earlier
+        if getattr(vars(module).get(CHECKPOINTING[1]), "func", None) is checkpoint:
+            for name in CHECKPOINTING:
+                vars(module).pop(name, None)
+
+
+def _matching(model: nn.Module, include) -> list[nn.Module]:
+    """Return the modules that the argument `include` of `checkpoint_` names, without those inside of others."""
+    patterns = (include,) if isinstance(include, str) else include
+    if not isinstance(patterns, Iterable) or not all(isinstance(each, str) for each in patterns):
+        raise InputError(f"include: expected a glob or several, got {shorten(include)}")
+    found, used = {}, set()
+    for path, module in model.named_modules():
+        matching = [pattern for pattern in patterns if fnmatchcase(path, pattern)]
+        used.update(matching)
+        is_inside = any(path.startswith(f"{outer}.") for outer in found) or "" in found
+        if matching and not is_inside:
+            found[path] = module
+    unused = [pattern for pattern in patterns if pattern not in used]
+    if unused or not found:
+        got = shorten(unused[0]) if unused else "none"
+        raise InputError(f"include: expected a glob that matches a module, got {got}")
+    containers = [path for path, module in found.items() if not _has_forward(module)]
+    if containers:
+        raise InputError(
+            f"include: expected modules with a forward, got {containers[0]!r}, a {type(found[containers[0]]).__name__}; "
+            f"name its parts, as {containers[0] + '.*'!r}"
+        )
+    return list(found.values())
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _make_region(module: nn.Module, function: Callable) -> None:
+    """Make calls of a module run its forward by `function`, a form of `checkpoint`."""
+    if any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__):
+        # A layer of transformers calls the function itself, and keeps its cache of keys and values out of the region.
+        setattr(module, CHECKPOINTING[0], True)
+        setattr(module, CHECKPOINTING[1], function)
+        return
+    earlier = vars(module).get("forward")
+    if isinstance(earlier, _RegionForward):
+        earlier = earlier.earlier
+    module.forward = _RegionForward(module, function, earlier)
+
+
+class _RegionForward:
+    """The forward of a module that is a region. As in newer versions of transformers, hooks stay outside of the region.
+
+    Attributes:
+        module: the module.
+        function: a form of `checkpoint`.
+        earlier: the forward that the module had as an attribute before, or None.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable, earlier: Callable | None):
+        self.module, self.function, self.earlier = module, function, earlier
+
+    def __call__(self, *args, **kwargs):
+        # The class may have changed since, by compress_ for example.
+        forward = self.earlier or partial(type(self.module).forward, self.module)
+        if not (self.module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        count, names = len(args), tuple(kwargs)
+
+        def region(*values):
+            return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        # Only positional arguments are quantized.
+        return self.function(region, *args, *kwargs.values())
+
+
+def _check(bits, group_size, offload) -> None:
+    """Raise InputError for an invalid value of an argument that both public functions have."""
+    if bits is not None:
+        check_bits(bits)
+    check_group_size(group_size)
+    if not isinstance(offload, bool):
+        raise InputError(f"offload: expected True or False, got {shorten(offload)}")
+    if offload and bits is None:
+        raise InputError("offload: expected bits from 1 to 8 with it, got None")
 
 
 def _torch_options(
@@ -223,13 +344,13 @@ class _CheckpointedRegion:
     the dequantized arguments.
     """
 
-    def __init__(self, function, args, bits, group_size, preserves):
+    def __init__(self, function, args, bits, group_size, preserves, offloads):
         self._function, self._args = function, args
         self._others = [None if isinstance(x, Tensor) else x for x in args]
         tensors = {i: x for i, x in enumerate(args) if isinstance(x, Tensor)}
         self._needs_grad = {i: x.requires_grad for i, x in tensors.items()}
         saved = [_save(x, i, bits, group_size) for i, x in tensors.items()]
-        self._arguments, self._record = _hold(saved), None
+        self._arguments, self._record = _hold(saved, offloads), None
         is_rounded = any(not isinstance(copy.spec, copies.UnquantizedSpec) for copy in saved)
         self._run, self._buffers = FirstRun(is_rounded, preserves), Buffers()
         self._has_begun = False
@@ -270,9 +391,23 @@ class _CheckpointedRegion:
         return args
 
 
-def _hold(saved: list[SavedTensors]) -> Tensor:
-    """Return an empty tensor whose autograd node holds copies. Autograd saves them, so that hooks on saved tensors see them."""
-    with torch.enable_grad():
+def _hold(saved: list[SavedTensors], offloads: bool = False) -> Tensor:
+    """Return an empty tensor whose autograd node holds copies. Autograd saves them, so that hooks on saved tensors see them.
+
+    Args:
+        saved: the copies.
+        offloads: whether the tensors of quantized copies are moved to the host.
+    """
+    moved = []
+    if offloads:
+        is_quantized = [not isinstance(copy.spec, copies.UnquantizedSpec) for copy in saved]
+        moved = [
+            x
+            for copy, is_one in zip(saved, is_quantized, strict=True)
+            if is_one
+            for x in copy.tensors
+        ]
+    with torch.enable_grad(), BOUNDARIES.one_layer(moved) if moved else nullcontext():
         return _Holder.apply(torch.empty(0, requires_grad=True), saved)
 
 

@@ -266,7 +266,16 @@ REFUSED = [  # (function, its options, the message)
 REFUSED_MODELS = [
     (None, {"use_reentrant": True}, "expected False, got True"),
     (None, {"determinism_check": "all"}, "expected 'default' or 'none', got"),
-    (None, {"offload": True}, "expected arguments among use_reentrant, .*, got offload"),
+    (None, {"early": True}, "expected arguments among use_reentrant, .*, got early"),
+    (None, {"offload": 1}, "offload: expected True or False, got 1"),
+    (None, {"offload": True, "bits": None}, "offload: expected bits from 1 to 8 with it, got None"),
+    (None, {"include": "layers"}, "include: expected a glob that matches a module, got 'layers'"),
+    (None, {"include": 3}, "include: expected a glob or several, got 3"),
+    (
+        None,
+        {"include": "model.layers"},
+        "include: .* a ModuleList; name its parts, as 'model.layers.\\*'",
+    ),
     (None, {"bits": 9}, "1 to 8"),
     (nn.Linear(2, 2), {}, "supports gradient checkpointing, got Linear"),
 ]
@@ -408,3 +417,107 @@ def test_a_region_is_differentiated_twice(number, as_function):
         loss.backward(retain_graph=True)
         gradients.append([x.grad, *(p.grad for p in model.parameters())])
     assert all(same(one, other) for one, other in zip(*gradients, strict=True))
+
+
+# -- Regions of any model -------------------------------------------------------------------------------------
+
+
+def encoder(dropout=0.1):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout, batch_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).train()
+
+
+def gradient_of(model, *args, **kwargs):
+    model.zero_grad()
+    torch.manual_seed(3)
+    output = model(*args, **kwargs)
+    output.square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_named_regions(device):
+    """Each call changes the modules that it names; the gradients are those of torch's function, or close to them."""
+    model, x = encoder().to(device), normal((8, 16, WIDTH), device=device, scale=1.0)
+    exact = gradient_of(model, x)
+    keys = set(model.state_dict())
+    fewbit.checkpoint_(model, None, include="layers.*")
+    assert torch.equal(gradient_of(model, x), exact)
+    assert fewbit.saved_bytes(model, x).total == 4 * x.nbytes
+    fewbit.checkpoint_(model, 8, include=["layers.1", "layers.2"])
+    assert 0 < relative(gradient_of(model, x), exact) < 0.1
+    expected = 2 * x.nbytes + 2 * quantized_bytes(x.shape, 8)
+    assert fewbit.saved_bytes(model, x).total == expected
+    assert set(model.state_dict()) == keys
+    twin = copy.deepcopy(model)
+    assert torch.equal(gradient_of(twin, x), gradient_of(model, x))
+    assert twin.layers[0].forward.module is twin.layers[0]
+    fewbit.compress_(model, 8, verbose=False)
+    assert fewbit.saved_bytes(model, x).total == expected
+    with torch.no_grad():
+        model(x)
+    fewbit.restore_(model)
+    fewbit.uncheckpoint_(model)
+    assert torch.equal(gradient_of(model, x), exact)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_forward_of_its_own_comes_back():
+    """A module whose forward is an attribute runs this forward in the region, and has it again afterwards."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    own = model[1].forward = lambda x: nn.functional.linear(x, model[1].weight).sin()
+    x = normal((32, WIDTH))
+    y = model(x)
+    for bits in (8, None):
+        fewbit.checkpoint_(model, bits, include="1")
+        assert torch.equal(model(x), y)
+    fewbit.uncheckpoint_(model)
+    assert vars(model[1])["forward"] is own
+
+
+def test_keyword_arguments_are_quantized():
+    """A region that gets its input by name saves it with few bits, and masks as they are."""
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.body = nn.Linear(WIDTH, WIDTH), Inner()
+
+        def forward(self, x, mask):
+            return self.body(hidden=self.first(x), mask=mask)
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, hidden, mask):
+            return self.linear(hidden * mask).sin()
+
+    torch.manual_seed(0)
+    model, x, mask = Named(), normal((64, WIDTH)), torch.ones(64, 1)
+    exact = gradient_of(model, x, mask)
+    fewbit.checkpoint_(model, 8, include="body")
+    assert 0 < relative(gradient_of(model, x, mask), exact) < 0.02
+    found = fewbit.saved_bytes(model, x, mask)
+    kept = sum(entry.bytes for entry in found.entries if entry.kind != "input")
+    assert kept == quantized_bytes((64, WIDTH), 8)
+
+
+def test_named_layers_of_transformers():
+    """One layer is a region; a model that keeps its cache trains, and the other layer is as before."""
+    torch.manual_seed(0)
+    model, ids = LlamaForCausalLM(tiny_models.llama()).train(), torch.randint(100, (4, 32))
+
+    def run():
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    exact, before = run(), fewbit.saved_bytes(model, ids).total
+    fewbit.checkpoint_(model, 8, include="model.layers.1")
+    assert 0 < relative(run(), exact) < 0.02
+    assert fewbit.saved_bytes(model, ids).total < 0.6 * before
+    fewbit.uncheckpoint_(model)
+    assert torch.equal(run(), exact)
+    assert fewbit.saved_bytes(model, ids).total == before

@@ -28,7 +28,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fewbit
+from fewbit import checkpointing
 from fewbit.errors import InputError
+from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.quantizers import integers
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.offload import Offload
@@ -544,3 +546,87 @@ def test_with_a_compiled_part(late):
     assert frames_with == frames > 0
     assert equal(gradients, exact)
     torch._dynamo.reset()
+
+
+# -- Inputs of checkpointed regions ------------------------------------------------------------------------
+
+
+WIDE = 128
+
+
+def boundary_model(device, dtype, events):
+    """Return blocks whose forward passes are recorded in `events`, and an input."""
+
+    def block(model, x):
+        events.append(model.number)
+        return x + model.body(x)
+
+    torch.manual_seed(0)
+    blocks = []
+    for number in range(5):
+        body = nn.Sequential(nn.LayerNorm(WIDE), nn.Linear(WIDE, WIDE), nn.GELU())
+        blocks.append(Composed(block, body=body))
+        blocks[-1].number = number
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), *blocks).to(device, dtype).train()
+    return model, torch.randn(256, WIDE, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_boundaries_on_the_host(place, monkeypatch, bits, dtype):
+    """Gradients are those without offload; each boundary crosses the bus twice, but for the last; bytes fall with the bits."""
+    boundaries = place.offload(least=1, ahead=1)
+    monkeypatch.setattr(checkpointing, "BOUNDARIES", boundaries)
+    model, x = boundary_model(place.device, dtype, [])
+    found = []
+    for offload_ in (False, True, True):
+        fewbit.checkpoint_(model, bits, include=[str(n) for n in range(1, 6)], offload=offload_)
+        torch.manual_seed(1)
+        found.append(backward(model, model(x)))
+    assert equal(found[0], found[1]) and equal(found[0], found[2])
+    one = quantized_bytes(x.shape, bits) + 4 * WIDE  # and two numbers for each channel
+    assert boundaries.bytes_out == 2 * 5 * one and boundaries.bytes_back == 2 * 4 * one
+    assert boundaries.bytes_on_host == 0
+    assert one < 2 * x.numel() * bits / 16 * 1.1  # of the bytes of bfloat16
+
+
+def test_boundaries_come_back_one_region_ahead(late, monkeypatch):
+    """When region i runs again, the input of region i - 1 is on its way back, and nothing waits for it."""
+    boundaries = late.offload(least=1, ahead=1)
+    monkeypatch.setattr(checkpointing, "BOUNDARIES", boundaries)
+    events, seen = [], []
+
+    class Events(list):
+        def append(self, number):
+            transfers = late.kind.made
+            log = transfers.log if transfers is not None else []
+            seen.append((number, [way for way, _ in log].count("back")))
+            super().append(number)
+
+    events = Events()
+    model, x = boundary_model("cpu", torch.float32, events)
+    fewbit.checkpoint_(model, 8, include=[str(n) for n in range(1, 6)], offload=True)
+    y = model(x)
+    seen.clear()
+    parts = 3  # codes, ranges and numbers of channels
+    y.square().sum().backward()
+    assert seen == [(4, parts), (3, 2 * parts), (2, 3 * parts), (1, 4 * parts), (0, 4 * parts)]
+
+
+def test_abandoned_and_overlapping_passes(late, monkeypatch):
+    """A pass without a backward pass frees the host's memory; two passes before their backward passes both work."""
+    boundaries = late.offload(least=1, ahead=1)
+    monkeypatch.setattr(checkpointing, "BOUNDARIES", boundaries)
+    model, x = boundary_model("cpu", torch.float32, [])
+    torch.manual_seed(1)
+    fewbit.checkpoint_(model, 8, include=[str(n) for n in range(1, 6)])
+    exact = backward(model, model(x), model(x))
+    fewbit.checkpoint_(model, 8, include=[str(n) for n in range(1, 6)], offload=True)
+    model(x)
+    gc.collect()
+    assert (
+        boundaries.bytes_on_host == boundaries.bytes_out / 5
+    )  # of the last region, until the next pass begins
+    torch.manual_seed(1)
+    assert equal(backward(model, model(x), model(x)), exact)
+    assert boundaries.bytes_on_host == 0

@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections import deque
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -89,6 +90,9 @@ class Offload:
         self._transfers = {}  # by device
         self._on_host = weakref.WeakSet()
         self._lock = threading.RLock()  # autograd runs backward in one thread per device
+        self._local = (
+            threading.local()
+        )  # its attribute `forward` is that of the thread's latest `one_layer`
 
     def __getstate__(self):
         return {"least": self.least, "ahead": self.ahead, "transfers": self._kinds}
@@ -103,6 +107,29 @@ class Offload:
     def bytes_on_host(self) -> int:
         """The bytes of moved tensors that autograd graphs hold on the host now."""
         return sum(len(copy.host) for copy in tuple(self._on_host))
+
+    @contextmanager
+    def one_layer(self, tensors: list[torch.Tensor]):
+        """Return a context manager that moves these tensors to the host if autograd saves them within the block.
+
+        The tensors are one more layer of the thread's forward pass, whose other layers come from other blocks. A new
+        forward pass begins if the graph of the latest layer no longer exists, or if its backward pass has begun.
+        """
+        forward = getattr(self._local, "forward", None)
+        if forward is None or forward.is_over():
+            self._local.forward = forward = _Forward(self)
+        is_moved = any(kind.is_ready() for kind in self._kinds.values()) and _may_enter()
+        running.entered.append((self, forward if is_moved else None))
+        if is_moved:
+            torch._C._autograd._push_saved_tensors_default_hooks(*forward.hooks)
+            forward.mark(tensors)
+        try:
+            yield
+        finally:
+            running.entered.pop()
+            if is_moved:
+                take_off_hooks(forward.hooks)
+                forward.forget_marks()
 
     def __enter__(self) -> Offload:
         forward = None
@@ -190,11 +217,19 @@ class _Forward:
             self._lanes[device] = None if transfers is None else _Lane(self._offload, transfers)
         return self._lanes[device]
 
-    def end(self) -> None:
+    def forget_marks(self) -> None:
         self._marked = {}
+
+    def end(self) -> None:
+        self.forget_marks()
         for lane in self._lanes.values():
             if lane is not None:
                 lane.end()
+
+    def is_over(self) -> bool:
+        """Return whether a backward pass has begun, or all tensors of the latest layer are gone."""
+        lanes = [lane for lane in self._lanes.values() if lane is not None]
+        return bool(lanes) and any(lane.is_over() for lane in lanes)
 
 
 class _Marked:
@@ -226,6 +261,10 @@ class _Lane:
             deque()
         )  # (number of the layer, copy, OnDevice) of copies to the host, oldest first
         self._present = weakref.WeakSet()  # copies whose bytes are on the device
+        self._has_restored = False
+
+    def is_over(self) -> bool:
+        return self._has_restored or not (self._layers and _alive(self._layers[-1]))
 
     # -- Forward -----------------------------------------------------------------------------------------
 
@@ -262,6 +301,9 @@ class _Lane:
         The bytes can be used by work that the current stream gets from now on.
         """
         with self._lock:
+            if self._leaving:  # those of `one_layer`, whose forward pass ends unannounced
+                self.end()
+            self._has_restored = True
             self._fetch(handle.copy)
             self._fetch_before(handle.layer)
             value = handle.copy.value

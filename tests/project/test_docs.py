@@ -182,10 +182,25 @@ PYTHON = re.compile(
 OUTPUT = re.compile(r"<!-- output -->\n+^```(?:text)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def python_blocks(page):
-    """The blocks of Python of a page that are run."""
-    found = PYTHON.finditer(page.read_text(encoding="utf-8"))
-    return [block["code"] for block in found if block["reason"] is None]
+def python_blocks(text):
+    """The blocks of Python of a page or a section that are run."""
+    return [block["code"] for block in PYTHON.finditer(text) if block["reason"] is None]
+
+
+# Pages whose sections are independent programs: each runs alone, because each needs other packages.
+OF_SECTIONS = {"docs/guides/integrations.md"}
+
+
+def programs():
+    """A pytest.param of a name and a text for each page, or section of a page, that has blocks to run."""
+    found = []
+    for page in PAGES:
+        name, text = page.relative_to(ROOT).as_posix(), page.read_text(encoding="utf-8")
+        parts = re.split(r"^## ", text, flags=re.MULTILINE) if name in OF_SECTIONS else [text]
+        for part in filter(python_blocks, parts):
+            title = part.partition("\n")[0]
+            found.append(pytest.param(name, part, id=f"{name}, {title}" if part != text else name))
+    return found
 
 
 def packages(blocks):
@@ -194,12 +209,6 @@ def packages(blocks):
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
     return {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
-
-
-def pages_with_python():
-    """A pytest.param for each page that has blocks to run."""
-    names = {page: page.relative_to(ROOT).as_posix() for page in PAGES if python_blocks(page)}
-    return [pytest.param(page, id=name) for page, name in names.items()]
 
 
 # Files that the blocks of a page write, and words that they print, besides the lines of OUTPUT.
@@ -217,11 +226,11 @@ PRINTED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", pages_with_python())
-def test_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("name", "text"), programs())
+def test_python_of_a_page_runs(name, text, tmp_path, monkeypatch, capsys):
     """The blocks run in order, in one namespace and in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    blocks, name = python_blocks(page), page.relative_to(ROOT).as_posix()
+    blocks = python_blocks(text)
     used = packages(blocks)
     missing = sorted(package for package in used if importlib.util.find_spec(package) is None)
     if missing:
@@ -239,7 +248,6 @@ def test_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     assert {path.name for path in tmp_path.iterdir()} >= WRITTEN.get(name, set())
     shown = capsys.readouterr().out
     assert all(words in shown for words in PRINTED.get(name, []))
-    text = page.read_text(encoding="utf-8")
     expected = OUTPUT.findall(text)
     if name == "README.md":
         expected += re.findall(r"^```\n(\d+ modules.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
@@ -355,6 +363,12 @@ def test_every_decision_is_in_the_list_of_decisions():
     folder = ROOT / "docs" / "decisions"
     listed = re.findall(r"\((\d{4}-.*\.md)\)", (folder / "README.md").read_text(encoding="utf-8"))
     assert listed == sorted(page.name for page in folder.glob("0*.md"))
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "decisions").glob("0*.md")), ids=lambda page: page.stem[:4])
+def test_a_decision_is_short(page):
+    """Longer tables belong to benchmarks/results."""
+    assert len(page.read_text(encoding="utf-8").split()) <= 400
 
 
 def reference():

@@ -365,7 +365,9 @@ def test_every_decision_is_in_the_list_of_decisions():
     assert listed == sorted(page.name for page in folder.glob("0*.md"))
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "decisions").glob("0*.md")), ids=lambda page: page.stem[:4])
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "decisions").glob("0*.md")), ids=lambda page: page.stem[:4]
+)
 def test_a_decision_is_short(page):
     """Longer tables belong to benchmarks/results."""
     assert len(page.read_text(encoding="utf-8").split()) <= 400

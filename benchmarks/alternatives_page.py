@@ -75,7 +75,7 @@ def _bytes(row, exact, key) -> str:
     factor = exact[key] / row[key]
     if 0.95 < factor < 1.05:
         return shown
-    return f"{shown} ({factor:.1f}x less)" if factor > 1 else f"{shown} ({1 / factor:.1f}x more)"
+    return f"{shown} ({factor:.1f}x)" if factor > 1 else f"{shown} ({1 / factor:.1f}x more)"
 
 
 def _error(row) -> str:

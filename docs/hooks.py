@@ -1,8 +1,9 @@
 """Hooks of MkDocs that build the site from Markdown that also reads well in the repository.
 
 - CONTRIBUTING.md and CHANGELOG.md, which are outside of `docs`, become pages of the site.
-- Links lead to files of the repository. A link to a file that has a page is changed to a link to this page. A link to
-  another file is changed to a link to the source repository, if `repo_url` is set, and otherwise to its plain text.
+- Links lead to files of the repository. A link to a file that has a page is changed to a link to this page, and a label
+  that is the file's name, such as "compress.md", to the page's title. A link to another file is changed to a link to the
+  source repository, if `repo_url` is set, and otherwise to its plain text.
 - Docstrings name pages by their paths, as in `docs/guides/meter.md`. In the API reference these paths become links.
 - Public names in backticks, such as `fewbit.plan`, become links to the API reference.
 - Lists may be nested by the width of their markers, as in CommonMark. Python-Markdown expects four spaces.
@@ -23,6 +24,7 @@ STAND_INS = {"README.md": "index.md"}
 
 FENCE = re.compile(r" *(```|~~~)")
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
+FILE_NAME = re.compile(r"[\w/.-]+\.md")
 PAGE_IN_DOCSTRING = re.compile(r"\bdocs/([\w/]+\.md|decisions/\d{4})\b")
 # A name in backticks, outside of headings and of links.
 PUBLIC_NAME = re.compile(
@@ -98,6 +100,8 @@ def relinked(text, source, shown, repository):
         if path.startswith("docs/"):
             found = path.removeprefix("docs/")
         if found is not None:
+            if FILE_NAME.fullmatch(label) and (ROOT / path).is_file():
+                label = heading(ROOT / path)
             return f"[{label}]({posixpath.relpath(found, posixpath.dirname(shown) or '.')}{anchor})"
         if not (ROOT / path).exists():
             return match.group(0)  # the strict build reports the broken link

@@ -57,9 +57,9 @@ def test_cells_of_a_table():
     # The differences of the runs with the same seed are .5 and .25.
     assert table.splitlines()[2:] == [
         "| exact | 4.0 | 2.0 | 8.0 | 1 | 0 | 1.5000 ± 0.7071 |",
-        "| few | 1.0 (4.0x less) | 1.0 | 4.0 | 1.25 | 12.3% | +0.3750 ± 0.1768 |",
+        "| few | 1.0 (4.0x) | 1.0 | 4.0 | 1.25 | 12.3% | +0.3750 ± 0.1768 |",
         "| more | 8.0 (2.0x more) | 2.0 | 4.0 | 1.25 | 0 | as exact |",
-        "| diverged | 1.0 (4.0x less) | 1.0 | 4.0 | 1.25 | not finite | not finite in 1 of 2 runs |",
+        "| diverged | 1.0 (4.0x) | 1.0 | 4.0 | 1.25 | not finite | not finite in 1 of 2 runs |",
         "| broken | RuntimeError: a / b |  |  |  |  |  |",
     ]
 

@@ -337,6 +337,12 @@ text
         ("CHANGELOG.md", "changelog.md", "[a\nb](docs/guides/plan.md)", "[a\nb](guides/plan.md)"),
         ("docs/gpu.md", "gpu.md", "[a](../Makefile), [b](https://x.org)", "a, [b](https://x.org)"),
         ("docs/gpu.md", "gpu.md", "[a](missing.md)", "[a](missing.md)"),
+        (
+            "docs/gpu.md",
+            "gpu.md",
+            "[compress.md](guides/compress.md#limits)",
+            "[Compressing a model](guides/compress.md#limits)",
+        ),
         ("docs/gpu.md", "gpu.md", "![a](images/plan.png)", "![a](images/plan.png)"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-TABLE = re.compile(r"^<!-- numbers: (.+?) -->\n+((?: *\|.*\n)+)", re.MULTILINE)
+TABLE = re.compile(r"^ *<!-- numbers: (.+?) -->\n+((?: *\|.*\n)+)", re.MULTILINE)
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?")
 NO_MEASUREMENT = re.compile(r"`[^`]*`|\b\d+ bits?\b|\d+ x \d+")
 # Pages all of whose tables with measured numbers have the comment, or are written by a script between marks.

@@ -11,16 +11,9 @@ from fewbit.errors import TableError
 
 @cache
 def normal_levels(bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the positive half of the quantizer with the least squared error for a standard normal number.
+    """Return the 2**(bits-1) - 1 positive breaks and the 2**(bits-1) positive levels of the best quantizer of a standard normal number.
 
-    The quantizer is symmetric (Lloyd, 1982; Max, 1960). Its levels are the returned levels and their negatives. Its
-    breaks are the returned breaks, their negatives, and 0.
-
-    Args:
-        bits: The bits of a code, 1 to 8.
-
-    Returns:
-        The 2**(bits-1) - 1 positive breaks and the 2**(bits-1) positive levels, both ascending.
+    The quantizer is symmetric (Lloyd, 1982; Max, 1960): the negatives, and the break 0, complete it.
 
     Raises:
         TableError: No table with this number of bits is shipped.
@@ -42,19 +35,11 @@ _UNITS = (1, 8, 32, 32, 128, 512, 2048, 8192)
 
 @cache
 def rotated_levels(bits: int) -> tuple[float, ...]:
-    """Return the levels of rotated copies: those of `normal_levels`, multiplied by a factor and rounded to whole units.
+    """Return the 2**(bits-1) positive levels of rotated copies: those of `normal_levels`, scaled and rounded to multiples of a power of two.
 
-    Every group of a rotated copy has a scale of its own, so only the ratios of the levels matter. A unit is a power of
-    two. If the levels are whole numbers of units, the transform that restores a group computes exact sums, whatever
-    their order. With up to 4 bits, all sums are below 2**15 units. Rounding the levels to whole units adds at most
-    0.11 % to the variance of the copy's error. The factor is between 0.8 and 1.3, so a group's scale is similar to its
-    standard deviation.
-
-    Args:
-        bits: The bits of a code, 1 to 8.
-
-    Returns:
-        The 2**(bits-1) positive levels, ascending.
+    Every group of a rotated copy has a scale of its own, so only the ratios of the levels matter. The transform that restores a group then
+    computes exact sums in any order (with up to 4 bits, below 2**15 units). Rounding adds at most 0.11 % to the variance of the copy's error. The
+    factor is between 0.8 and 1.3, so a group's scale is similar to its standard deviation.
 
     Raises:
         TableError: No table with this number of bits is shipped.

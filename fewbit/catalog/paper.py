@@ -65,19 +65,10 @@ def same_digits(error, printed):
 
 
 def discrete_optimum(function, bits, cells=CELLS):
-    """Solve the paper's discrete problem (eq. 9): 2^bits intervals with ends on a grid.
+    """Solve the paper's discrete problem (eq. 9): 2^bits intervals with ends on a grid of `cells`, which must contain the kinks.
 
-    Kinks, the points at which f' is not smooth, must be on the grid, since the integrals would otherwise be inaccurate.
-    The paper's functions have kinks at 0 only.
-
-    Args:
-        function: The canonical name of a function. For the functions with an even f' in PARITY, the intervals divide
-            only the half x >= 0 of the domain, and q(-x) = q(x).
-        bits: The number of bits.
-        cells: The number of equal parts of the domain.
-
-    Returns:
-        The least error, a float: the integral of (f' - q)**2 over the whole domain.
+    For the functions with an even f' in PARITY, the intervals divide only the half x >= 0 of the domain. Returns the least error over the whole
+    domain.
     """
     from fewbit.solver.partition import partition
 

@@ -1,14 +1,11 @@
 """Compute the squared errors of quantizers for saved tensors, and measure them on random normal numbers.
 
-All errors are relative: the squared error of a group of 256 numbers, divided by the sum of their squares. The numbers
-are independent and normal with mean 0. After a random rotation, the groups of any tensor look like such a group.
-Numbers that a quantizer saves for a whole group, such as a scale, are not rounded here.
+All errors are relative: the squared error of a group of 256 independent normal numbers, divided by the sum of their squares. Numbers that a
+quantizer saves for a whole group, such as a scale, are not rounded here.
 
-- *uniform*: equal steps between the least and the greatest element of a group, and random rounding (ActNN, Chen et al.,
-  ICML 2021).
-- *rotated*: random signs and a Walsh-Hadamard transform, rounding to the nearest of the levels that are optimal for
-  normal numbers, and the scale that makes the result unbiased for a uniformly random rotation (EDEN, Vargaftik et al.,
-  ICML 2022).
+- *uniform*: equal steps between the least and the greatest element, and random rounding (ActNN, Chen et al., ICML 2021).
+- *rotated*: random signs and a Walsh-Hadamard transform, the nearest of the levels that are best for normal numbers, and the scale that makes
+  the result unbiased for a uniformly random rotation (EDEN, Vargaftik et al., ICML 2022).
 """
 
 from __future__ import annotations
@@ -142,17 +139,11 @@ def rotated_limit(bits: int) -> float:
 
 
 def rotated_error(bits: int, group: int = GROUP) -> float:
-    """Compute the expected error of the nearest level with EDEN's scale, in groups of a given length n.
+    """Compute the expected error of the nearest level with EDEN's scale, in groups of length `group` = n.
 
-    Let y be a group with the mean square 1, uniformly distributed on the sphere with radius sqrt(n), and let q be the
-    levels nearest to its elements. With the scale (y, y) / (y, q), the error is A / B**2 - 1, where A is the mean of
-    q**2 and B the mean of y q over the group. The expected value of A / B**2 is computed up to terms of the order
-    1 / n**2, from the expected values and the covariances of A and B. An element of y has a density proportional to
-    (1 - y**2 / n)**((n - 3) / 2), whose tails are lighter than those of the normal density.
-
-    Args:
-        bits: The bits of a code.
-        group: The length n of a group.
+    Let y be uniformly distributed on the sphere with radius sqrt(n), and q the levels nearest to its elements. The error is A / B**2 - 1, where A is
+    the mean of q**2 and B that of y q. Its expected value is computed up to terms of the order 1 / n**2. An element of y has a density proportional
+    to (1 - y**2 / n)**((n - 3) / 2).
     """
     breaks, levels = normal_levels(bits)
     y, share, piece = _positive_points([*breaks, min(_REACH, np.sqrt(group))])
@@ -189,15 +180,10 @@ def _positive_points(ends: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def uniform_error(bits: int, group: int = GROUP) -> float:
-    """Compute the expected error of equal steps between the least and the greatest number, with random rounding.
+    """Compute the expected error of 2**bits equal steps between the least and the greatest of n = `group` numbers, with random rounding.
 
-    A number v between neighboring levels a and b is rounded with variance (v - a)(b - v). Given the least number l and
-    the greatest number u, the other `group` - 2 numbers are independent, with a normal density cut off at l and u. The
-    function integrates over the joint density of l and u, n (n-1) phi(l) phi(u) (Phi(u) - Phi(l))**(n-2).
-
-    Args:
-        bits: The bits of a code; there are 2**bits levels.
-        group: The number n of normal numbers in a group.
+    A number v between levels a and b has the variance (v - a)(b - v). The function integrates over the joint density of the least number l and the
+    greatest u, n (n-1) phi(l) phi(u) (Phi(u) - Phi(l))**(n-2).
     """
     with needed_for("the comparison of quantizers"):
         from scipy.special import ndtr

@@ -1,9 +1,7 @@
 """Make the shipped tables: `python -m fewbit.catalog.shipping [NAME ...]` (`make tables`).
 
-For every activation function with default parameters there are tables of form "levels" with 1 to 8 bits and uniform and
-normal weight, and tables of form "intervals" (as in the paper) with 1 to 4 bits and uniform weight. For the function
-`value`, which is no activation, there are tables of form "levels" with 1 to 8 bits and normal weight, which
-`fewbit.catalog.normal_levels` reads.
+Every activation function has tables of form "levels" with 1 to 8 bits and uniform and normal weight, and of form "intervals" with 1 to 4 bits
+and uniform weight. `value`, which is no activation, has those of form "levels" with normal weight.
 """
 
 from __future__ import annotations
@@ -53,13 +51,9 @@ def make(name, request):
 
 
 def symmetric(table):
-    """Return the table with levels and breaks that are symmetric about 0 to the last bit.
+    """Return a table of an odd derivative and a symmetric weight, with levels and breaks that are symmetric about 0 to the last bit.
 
-    The solver's own levels deviate from symmetry by about 1e-12. The error is stationary in them, so it changes by about
-    the square of this deviation, which rounds to 0. The lower bound holds for all tables.
-
-    Args:
-        table: A table of an odd derivative and a symmetric weight, with the same number of pieces as of levels.
+    The solver's levels deviate from symmetry by about 1e-12, and the error by about the square of that. The lower bound holds for all tables.
     """
 
     def odd(numbers):

@@ -161,14 +161,7 @@ def _has_all(table, values):
 
 
 def _cached(name, asked, expected, solved):
-    """Return the cached table if there is one, else solve the table and cache it if possible.
-
-    Args:
-        name: The function's name, for the file name.
-        asked: All arguments of the request, which JSON can represent; a cached file must contain the same ones.
-        expected: {field: value} that the cached table must have.
-        solved: A function without arguments that solves the table.
-    """
+    """Return the cached table whose file contains the same arguments `asked` and fields `expected`, else solve it and cache it if possible."""
     asked = json.loads(json.dumps(asked))
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     directory = cache_folder("tables")

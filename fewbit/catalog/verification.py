@@ -1,9 +1,6 @@
 """Recompute the errors that tables claim, with a method that differs from the solver's.
 
-A table describes a step function q that replaces the derivative f' of an activation function. Its error is, for most
-tables, the integral of (f' - q)**2 w, with w the weight: the density by which errors count. The solver integrates with
-Gauss-Legendre rules on its own cells. This module cuts the domain into intervals on which f', q and the weight are
-smooth, and integrates over each of them with SciPy's adaptive tanh-sinh quadrature.
+The domain is cut into intervals on which f', q and the weight are smooth, and SciPy's adaptive tanh-sinh quadrature integrates over each.
 """
 
 from __future__ import annotations
@@ -135,17 +132,12 @@ def recompute_error(table, weight=None):
 
 @dataclass(frozen=True)
 class _Recomputed:
-    """A recomputed error, and numbers to compare claims with.
-
-    The numbers are those of the scaled weight (`fewbit.solver.weight.ScaledWeight`), so that they neither overflow nor
-    underflow.
+    """A recomputed error, and numbers to compare claims with, all of the scaled weight (`fewbit.solver.weight.ScaledWeight`).
 
     Attributes:
         scaled_error: The recomputed error, divided by 2**exponent.
-        highest: The largest error that a table may claim, divided by 2**exponent. It is larger than `scaled_error` if f'
-            is not known exactly.
-        scale: The integral of f'**2 w, divided by 2**exponent, or, for objective "minimax", the largest |f'|. It is the
-            divisor of relative errors.
+        highest: The largest error that a table may claim, divided by 2**exponent; larger if f' is not known exactly.
+        scale: The divisor of relative errors: the integral of f'**2 w, divided by 2**exponent, or for "minimax" the largest |f'|.
         exponent: The exponent of the power by which the weight is divided; 0 for objective "minimax".
     """
 

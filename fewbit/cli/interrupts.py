@@ -13,9 +13,7 @@ DELAY = 0.1
 def repeat_lost() -> None:
     """Raise a lost KeyboardInterrupt again in the main thread, after `DELAY` seconds.
 
-    An interrupt is lost if Python cannot pass it on to the caller. The compiler of Numba calls Python functions from C. If
-    Ctrl-C is pressed meanwhile, Python raises KeyboardInterrupt in such a function, cannot pass the exception through the C
-    code, and would only print it.
+    If Ctrl-C is pressed while Numba's compiler calls Python from C, Python cannot pass the exception on, and would only print it.
     """
     others = sys.unraisablehook
 

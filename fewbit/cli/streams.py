@@ -56,8 +56,8 @@ class _Errors(_Output):
 def secure() -> None:
     """Replace sys.stdout and sys.stderr. A failed write raises `OutputLost` on stdout, and is ignored on stderr.
 
-    A character that the encoding lacks is shown as a question mark. If a standard stream is closed, the null device is
-    opened in its place. Otherwise the next file to be opened would get the number of the stream's file descriptor.
+    A character that the encoding lacks is shown as a question mark. A closed standard stream becomes the null device, so that the next file to be
+    opened does not get its number.
     """
     closed = {number for number in (0, 1, 2) if _is_closed(number)}
     sys.stdout = _stream(_Output(-1 if 1 in closed else 1), sys.stdout)

@@ -1,23 +1,13 @@
-"""Make a `Function` from a user's activation f: find and check its derivative f', kinks and slopes.
+"""Make a `Function` from a user's activation f, written in NumPy, in torch, or for single floats.
 
-The activation may be written in NumPy, in torch, or for single floats. This module determines:
-
-- the derivative. The user may give it. If not, torch's autograd computes it, provided that f takes tensors. Otherwise f
-  is interpolated by a piecewise polynomial (`fewbit.functions.panels`), whose derivative is used. The estimated error
-  of this derivative is at most 1e-10 of max |f'|. The estimate assumes that no feature of f is narrower than twice the
-  distance between samples, which is 1/131,072 of the domain. Rounding of f can hide features of f' of about 2e-10 of
-  max |f'|.
-- the kinks, the points at which f' jumps or is not smooth. The user may give them. If not, the domain is searched. If
-  f' can be evaluated, the places of its jumps are exact floats. Otherwise a polynomial is fitted on each side of a
-  kink, and the kink is placed at the point at which the two meet. This point is rounded to a short decimal if the
-  rounding is smaller than the error of the place. Jumps of f'', the derivative of f', are found by polynomials too, so
-  that f' is smooth between kinks.
-- the slopes, the limits of f' at both infinities (`fewbit.functions.numerical.limit_of_slope`).
-
-A derivative that the user gives or that autograd computes is compared with f at about 130,000 points. Between two
-neighboring points, the integral of the derivative must equal the change of f, within 1e-7 of max |f'| times the
-distance of the points. The derivative is then treated as exact: the error and the lower bound of a table are proven for
-this derivative.
+- The derivative is the one that the user gives, else that of torch's autograd, else that of a piecewise polynomial
+  (`fewbit.functions.panels`), with an estimated error of at most 1e-10 of max |f'|. The estimate assumes that no feature of f is
+  narrower than twice the distance between samples, 1/131,072 of the domain. A given derivative and that of autograd are compared with
+  f: between neighboring points of about 130,000, its integral must equal the change of f within 1e-7 of max |f'| times the distance.
+  Then it is treated as exact.
+- The kinks are those that the user gives, or are searched for. If f' can be evaluated, its jumps are exact floats; otherwise a
+  kink is the point at which polynomials fitted on both sides meet, rounded to a short decimal if possible.
+- The slopes are estimated (`fewbit.functions.numerical.limit_of_slope`).
 """
 
 import importlib
@@ -61,15 +51,7 @@ def resolve(
     kinks: Sequence[float] | None = None,
     domain: tuple[float, float] | None = None,
 ) -> Function:
-    """Return the `Function` for anything that `fewbit.solve` accepts as a function.
-
-    Args:
-        function: A name or an alias from `fewbit.functions`, "package.module:function", a callable or a `Function`.
-        parameters: Parameters of a function from `fewbit.functions`.
-        derivative: The derivative of a callable, if it is known.
-        kinks: The points at which the derivative of a callable is not smooth, if they are known.
-        domain: The interval (low, high) on which a table approximates f'. By default it is the function's own domain,
-            or [-10, 10] for a callable.
+    """Return the `Function` for anything that `fewbit.solve` accepts as a function, with its arguments of the same names.
 
     Raises:
         FunctionError: The function is unknown or cannot be used; or `derivative` or `kinks` is given for a name or a
@@ -100,18 +82,9 @@ def from_callable(
     kinks: Sequence[float] | None = None,
     domain: tuple[float, float] = _DOMAIN,
 ) -> Function:
-    """Check an activation f on the domain, and return its `Function`.
+    """Check an activation f on the domain, and return its `Function`, as the module's docstring describes it.
 
-    Args:
-        f: The activation itself, not its derivative, for float64 NumPy arrays, torch tensors or single floats. If f is
-            a torch module, a copy in float64 and evaluation mode is used.
-        name: The name; by default `qualified_name` of f.
-        derivative: f', if it is known, for NumPy arrays, torch tensors or single floats. Its integrals are compared
-            with f to 1e-7 of max |f'|, and it is then treated as exact. By default f' is computed by autograd or
-            numerically. At a kink, a numerical derivative is the limit from the left, and a derivative by autograd has
-            the value of torch's backward pass.
-        kinks: The points at which f' is not smooth, if they are known.
-        domain: The interval (low, high) on which f is checked.
+    A torch module is used as a copy in float64 and evaluation mode.
 
     Raises:
         FunctionError: f is not pointwise, not finite or not continuous on the domain, or its derivative cannot be
@@ -300,21 +273,11 @@ def _pieces(
     given: list[float] | None,
     domain: tuple[float, float],
 ) -> tuple[list[float], Panels]:
-    """Find the kinks, and approximate f' between them by polynomials, or f if there is no function for f'.
-
-    Args:
-        name: The name of f, for messages.
-        value: f.
-        slope: f', or None if it has to be computed numerically.
-        given: The kinks that the user gave, or None to search for them.
-        domain: The interval (low, high) to search.
-
-    Returns:
-        (kinks, polynomials).
+    """Return (kinks, polynomials between them that approximate f', or f if `slope` is None). `given` kinks are not searched for.
 
     Raises:
-        FunctionError: Kinks are given, and f' jumps at another point; or no polynomials are accurate enough; or there
-            are too many kinks.
+        FunctionError: Kinks are given, and f' jumps at another point; or no polynomials are accurate enough; or there are too
+            many kinks.
     """
     known = given or []
     if slope is not None:

@@ -1,11 +1,8 @@
 """Find the kinks of a function of one number: the points at which the function or one of its derivatives jumps.
 
-`jumps` finds the jumps of a function that can be evaluated, to the exact float, by halving intervals.
-
-`find_bends` finds the jumps of a derivative. It cuts the domain into panels, on each of which a polynomial approximates
-the function (`fewbit.functions.panels`). Around a kink a gap remains, because no polynomial approximates a corner, even
-if the panel is very narrow. A smooth bend leaves no gap, even if it is sharp, because narrow panels resolve it. A
-polynomial is fitted on each side of a gap, and the kink is placed at the point at which these two polynomials meet.
+`jumps` finds the jumps of a function that can be evaluated, to the exact float, by halving intervals. `find_bends` finds the jumps of a
+derivative: it approximates the function by polynomials on panels (`fewbit.functions.panels`). Around a kink a gap remains, because no
+polynomial approximates a corner; the kink is placed at the point at which polynomials fitted on both sides of the gap meet.
 """
 
 from __future__ import annotations
@@ -55,10 +52,8 @@ def wide_mesh(low: float, high: float) -> np.ndarray:
 def jumps(g: Flat, low: float, high: float, least: float | None = None) -> list[float]:
     """Find the points at which g jumps by more than `least` (default: 1e-7 of max |g|).
 
-    The points of `wide_mesh` divide the range from low to high into intervals. Every interval is halved repeatedly, and
-    each time the half in which g changes more is kept. If g is smooth, the change of g tends to 0. At a jump, the
-    change remains large until the ends of the interval are adjacent floats. Of these two floats, the one with the
-    shorter decimal is returned.
+    Every interval of `wide_mesh` is halved repeatedly, keeping the half in which g changes more, down to adjacent floats. At a jump the
+    change remains. Of the two floats, the one with the shorter decimal is returned.
     """
     mesh = wide_mesh(low, high)
     y = g(mesh)
@@ -102,19 +97,14 @@ def halfway(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 def find_bends(
     g: Flat, known: Sequence[float], domain: tuple[float, float], accuracy: float, *, order: int
 ) -> tuple[dict[float, int], Panels]:
-    """Find the points at which a derivative of g jumps, besides the known points.
+    """Find the points at which a derivative of g jumps, besides the known points, between which g is continuous.
 
-    Args:
-        g: A function that is continuous between the known points.
-        known: The points at which g need not be smooth.
-        domain: The interval to search.
-        accuracy: The largest allowed error of the polynomials that approximate g or its derivative, relative to the
-            largest |g| (order 0) or the largest derivative (order 1).
-        order: 0 to limit the error of the polynomials, 1 to limit the error of their derivatives.
+    `accuracy` is the largest allowed error of the polynomials relative to the largest |g| (order 0), or of their derivatives relative to
+    the largest derivative (order 1).
 
     Returns:
-        (found, panels). `found` maps each found point to the order of the lowest derivative of g that jumps there, 1 to
-        3, or to 1 if g itself jumps. `panels` are the polynomials that approximate g between known and found points.
+        (found, panels). `found` maps each found point to the order of the lowest derivative of g that jumps there, 1 to 3, or to 1 if
+        g itself jumps. `panels` are the polynomials that approximate g between known and found points.
 
     Raises:
         Unresolved: If order is 1 and polynomials cannot approximate the derivative of g closely enough near some x.
@@ -150,19 +140,7 @@ def _meeting(
     order: int,
     extent: float,
 ) -> tuple[float, int]:
-    """Find the kink in a gap between two intervals, as the point at which polynomials fitted on both sides meet.
-
-    Args:
-        g: The function.
-        before: The interval to the left of the gap.
-        after: The interval to the right of the gap.
-        allowed: The largest error of a polynomial.
-        order: The derivative whose error is meant, 0 or 1.
-        extent: The width of the domain.
-
-    Returns:
-        (kink, order of the lowest derivative that jumps there), or (nan, 0) if no kink is found.
-    """
+    """Return (the point at which polynomials fitted on both sides of a gap meet, the order of the derivative that jumps), or (nan, 0)."""
     low, high = before[1], after[0]
     left = one_sided(g, low, before[0], allowed, order)
     right = one_sided(g, high, after[1], allowed, order)
@@ -202,18 +180,9 @@ def _meeting(
 
 
 def _vanishes(jump: float, order: int, left: Side, right: Side, place: float, gap: float) -> bool:
-    """Return whether a derivative may be continuous in the gap although the polynomials on both sides differ in it.
+    """Return whether a derivative may be continuous in the gap although the polynomials on both sides differ by `jump` at `place`.
 
-    If only the next derivative jumps, the two polynomials have the same derivative at the kink, but not away from the
-    kink.
-
-    Args:
-        jump: The difference of the derivatives of the two polynomials at `place`.
-        order: The order of the derivative.
-        left: The polynomial on the left of the gap.
-        right: The polynomial on the right of the gap.
-        place: A point in the gap.
-        gap: The width of the gap.
+    If only the next derivative jumps, the two polynomials have the same derivative at the kink, but not away from it.
     """
     if order == 3:
         return False

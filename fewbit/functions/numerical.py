@@ -49,19 +49,9 @@ def numerical_derivative(f: Flat, panels: Panels, domain: tuple[float, float]) -
 def with_flat_pieces(
     value: Flat, slope: Flat, panels: Panels, pieces: list[tuple[float, float]]
 ) -> tuple[Flat, float]:
-    """Make the numerical derivative exactly constant on every interval on which f is a straight line.
+    """Return (f', its estimated largest error), with f' exactly constant on every interval of `pieces` on which f is a straight line.
 
-    Otherwise the solver would fit the rounding noise of numerical differentiation, and a function such as max(0, x)
-    would get no exact table.
-
-    Args:
-        value: f.
-        slope: The numerical f'.
-        panels: The polynomials that approximate f.
-        pieces: The intervals between the kinks, ascending.
-
-    Returns:
-        (f', estimated largest error of f').
+    Otherwise a function such as max(0, x) would get no exact table.
     """
     flat = []
     accuracy = panels.error
@@ -95,9 +85,7 @@ def with_flat_pieces(
 def _is_straight(value: Flat, level: float, left: float, right: float) -> bool:
     """Return whether f is a line with the slope `level` between left and right, up to rounding.
 
-    The changes of f between neighboring samples are compared with those of the line. The samples are an even mesh, and
-    points around 0 that are dense on every scale, because a bend that is narrow in relation to the domain is most
-    likely there.
+    The samples are an even mesh, and points around 0 that are dense on every scale, where a narrow bend is most likely.
     """
     near = np.geomspace(1e-12, max(-left, right), 1025)
     x = np.concatenate([np.linspace(left, right, RESOLUTION), -near, near])
@@ -113,14 +101,7 @@ def _is_straight(value: Flat, level: float, left: float, right: float) -> bool:
 def limit_of_slope(value: Flat, slope: Flat, sign: float) -> float:
     """Return the limit of f' at sign * infinity, estimated from f' at sign times 1e3, 1e4, 1e5 and 1e6.
 
-    If the four values, or their Aitken extrapolations, settle to a number, and f' is close to this number at some
-    points between too, this number is the result. If the values keep growing, or if f or f' overflows, the result is an
-    infinity. In all other cases it is nan.
-
-    Args:
-        value: f.
-        slope: f'.
-        sign: 1 or -1.
+    It is a number if these values or their Aitken extrapolations settle, an infinity if they keep growing or overflow, and else nan.
     """
     x = sign * np.array([1e3, 1e4, 1e5, 1e6])
     between = sign * 1e5 * np.sqrt([3.0, 19.0, 61.0, 211.0, 1117.0])

@@ -1,14 +1,9 @@
 """Approximate a function f of one number by polynomials on intervals, which are called panels.
 
-The caller divides the domain into segments, on each of which f is smooth. `resolve_panels` cuts the segments into
-panels. On each panel f is interpolated twice, at 20 and at 28 Chebyshev points, only four of which coincide. The points
-are spread over the panel and a quarter of its width on both sides, but not beyond the segment.
-
-A panel is kept if the two interpolants, or their derivatives, agree, and if the second interpolant agrees with samples
-of f that were not used for the interpolation: with f at every sample of an even mesh in the panel, and with the change
-of f between neighboring samples. Otherwise the panel is halved. The distance between the two interpolants is no proven
-bound on the error of an interpolant. But it is large for both causes of error: a degree that is too low, and rounding
-of f. Narrower panels help only against the first cause.
+On each panel f is interpolated twice, at 20 and at 28 Chebyshev points, spread over the panel and a quarter of its width on both sides
+(not beyond the segment on which f is smooth). A panel is kept if the two interpolants, or their derivatives, agree, and if the second
+agrees with f at every sample of an even mesh, and with the changes of f between samples. Otherwise the panel is halved. The distance of the
+interpolants is no proven bound, but it is large for both causes of error: a degree that is too low, and rounding of f.
 """
 
 from __future__ import annotations
@@ -144,18 +139,14 @@ def resolve_panels(
     order: int,
     narrowest: float = 0.0,
 ) -> Panels:
-    """Interpolate f by polynomials on panels that are as wide as the tolerance allows.
+    """Interpolate f by polynomials on `Panels` that are as wide as the tolerance allows.
 
     Args:
         f: Maps float64 (m,) to float64 (m,), finite on every segment.
         segments: The closed intervals on which f is smooth, ascending.
         tolerance: The largest error, as a fraction of the largest |f| (order 0) or |f'| (order 1).
-        order: 0 if `tolerance` limits the error of the polynomials, 1 if it limits the error of their derivatives.
-        narrowest: Panels that are at most this fraction of the domain wide are kept even if their polynomial is
-            inaccurate. So f may have kinks, near which no polynomial is accurate.
-
-    Returns:
-        The `Panels`.
+        order: 0 to limit the error of the polynomials, 1 that of their derivatives.
+        narrowest: Panels of at most this fraction of the domain are kept even if inaccurate, so f may have kinks.
 
     Raises:
         Unresolved: If a panel would have to be narrower than floats allow, or more than 8,192 panels would be needed.
@@ -296,11 +287,10 @@ class Side:
 
 
 def one_sided(f, near: float, far: float, allowed: float, order: int) -> Side | None:
-    """Interpolate f by one polynomial on an interval that starts at `near` and reaches towards `far`.
+    """Interpolate f by one polynomial on an interval that starts at `near` and reaches towards `far`; return a `Side`, or None.
 
-    The interval is the longest one that was tried on which the polynomial is accurate: the estimated error of the
-    polynomial (order 0) or of its derivative (order 1) is at most `allowed`. The result is None if there is no such
-    interval.
+    The interval is the longest that was tried on which the error of the polynomial (order 0) or of its derivative (order 1) is at most
+    `allowed`.
     """
     ends = near + (far - near) * 0.5 ** np.arange(40.0)
     ends = ends[np.abs(ends - near) > 1e-12 * (1.0 + abs(near))]
@@ -353,20 +343,9 @@ class _Fits:
         )
 
     def missed(self, samples, values, panels, slope):
-        """Compare the samples in the given panels with the panels' polynomials.
+        """Return the largest |residual| in the given panels (m,), and the largest change of the residual between neighboring samples.
 
-        The residual at a sample is the polynomial minus f.
-
-        Args:
-            samples: The samples, ascending.
-            values: f at the samples.
-            panels: The indices of the panels, (m,).
-            slope: The rate at which residuals may change from sample to sample; infinite if all changes are allowed.
-
-        Returns:
-            (largest, uneven), both (m,). `largest` is the largest |residual| in the panel. `uneven` is the largest
-            change of the residual between two neighboring samples, minus `slope` times their distance, and 0 if that is
-            negative.
+        The residual is the polynomial minus f. `slope` times the distance of the samples is subtracted from the changes, down to 0.
         """
         starts = np.searchsorted(samples, self.left[panels], side="right")
         stops = np.searchsorted(samples, self.right[panels], side="right")

@@ -13,8 +13,7 @@ from fewbit.functions.function import Function, domain_around, make_function, na
 def value() -> Function:
     """Return the function x**2 / 2. Its derivative is x, so a table for this function is a scalar quantizer of x.
 
-    For a normal weight, the table with the least squared error has the levels of Lloyd (1982) and Max (1960). The
-    domain reaches 10 standard deviations, because the density beyond changes the error by less than 1e-20.
+    For a normal weight, the table has the levels of Lloyd (1982) and Max (1960). The domain has 10 standard deviations.
     """
     return make_function(
         lambda x: 0.5 * x * x,

@@ -15,16 +15,13 @@ from fewbit.runtime.quantizers.quantizer import Quantizer
 
 
 class Guarded:
-    """A mixin that wraps the forward of its subclasses for three purposes.
+    """A mixin that wraps the forward of its subclasses.
 
-    First, torch.fx.symbolic_trace records a call of the layer as one node, as it does for torch's layers. Second, a
-    method `module.forward` that other code stored before `fewbit.restore_` was called runs torch's forward afterwards,
-    because `restore_` has given the module torch's class again. Third, fewbit's own code runs outside of the function mode
-    of a converted model (`run_outside`).
+    torch.fx.symbolic_trace records a call of the layer as one node. A method `module.forward` that was stored before `fewbit.restore_` runs torch's
+    forward afterwards. fewbit's own code runs outside of the function mode of a converted model (`run_outside`).
 
     Attributes:
-        calls_others: whether the forward calls other modules or a user's function. Then it stays in the function mode, which
-            replaces the functions that these call.
+        calls_others: whether the forward calls other modules or a user's function, and so stays in the function mode.
     """
 
     calls_others = False
@@ -39,13 +36,9 @@ class Guarded:
 
 
 class Quantized(Guarded):
-    """A mixin that adds the arguments `bits`, `group_size` and `quantizer`.
+    """A mixin that adds the arguments `bits` (4 by default), `group_size` and `quantizer` ("rotated", "uniform" or None for the usual kind).
 
-    `bits` is the number of bits per element of quantized tensors, 4 unless it is given, as in `fewbit.compress_`.
-    `quantizer` is the kind of quantized copies, "rotated" or "uniform"; None stands for the usual kind of the
-    layer. The attribute `quantizer` is a Quantizer made from these arguments.
-
-    The quantizer quantizes the tensors that the forward saves. In evaluation mode nothing is quantized.
+    The attribute `quantizer` is a Quantizer made from these arguments, which quantizes the tensors that the forward saves in training mode.
     """
 
     quantizer: Quantizer

@@ -33,20 +33,10 @@ accepted, because they may compute something else."""
 class PreActivation(nn.Module):
     """A block that computes linear(activation(norm(x))) and saves the normalized x once, in fixed point.
 
-    norm, activation and linear become children of the block with these names, so keys of the `state_dict` are
-    norm.weight, linear.weight and so on. The class of each child is replaced by fewbit's subclass.
-
-    The method is that of BLPA (Chakrabarti and Moseley, 2019, section 3.2; docs/guides/preactivation.md). The forward pass
-    computes what torch's modules compute. In training the block saves `4 * bits * ceil(n / 32)` bytes for n elements of
-    the norm's input, and a reciprocal standard deviation for each channel (batch norm) or row (layer norm). In
-    evaluation mode nothing is quantized.
-
-    The gradients of both biases are exact, and so is the gradient that passes through the linear layer and the
-    activation. The gradient of the input is exact except for the term that comes from the norm's variance. This term
-    and the gradients of both weights are computed from the dequantized tensor. The rounding is not random, so their
-    errors do not average out over many steps with the same input.
-
-    The block works alone and inside a converted model; a conversion does not change it.
+    norm, activation and linear become children of the block with these names; the class of each is replaced by fewbit's subclass. The method is that
+    of BLPA (Chakrabarti and Moseley, 2019, section 3.2). In training the block saves `4 * bits * ceil(n / 32)` bytes for n elements of the norm's
+    input, and a reciprocal standard deviation for each channel (batch norm) or row (layer norm). docs/guides/preactivation.md says how exact the
+    gradients are. A conversion of the model does not change the block.
 
     Args:
         norm: a torch.nn.BatchNorm1d to BatchNorm3d or a LayerNorm.

@@ -17,15 +17,10 @@ STEP = 2.0  # pixels: the least distance of two labels, and of the sampled posit
 
 
 def add_labels(axes, labels) -> None:
-    """Write each label beside its point so that it covers no other label and no point.
+    """Write each label (text, (x, y) in data coordinates, color) beside its point so that it covers no other label and no point.
 
-    If several places are free, the function prefers those that have no line of the figure between the label and its
-    point. Among these it takes the place at which the label covers the shortest part of the lines.
-
-    Args:
-        axes: Complete axes, with their limits.
-        labels: A sequence of (text, (x, y), color), with the point in data coordinates. The most important label comes
-            first. A label for which no place is free is left out.
+    Places without a line of the figure between label and point are preferred, then those at which the label covers least of the lines. The most
+    important label comes first; a label for which no place is free is left out.
     """
     from matplotlib.patheffects import withStroke
 

@@ -1,10 +1,7 @@
-"""The domain, cut into cells on which the derivative f' is monotone, with integrals of f' over every cell.
+"""The domain, cut into cells on which f' is monotone, with integrals of f' over every cell.
 
-The domain is cut at points that are called nodes, and a cell is the interval between two neighboring nodes. `Cells`
-stores for each cell the mass (the integral of the weight w), the weighted mean of f', the spread (the integral of the
-squared deviation of f' from this mean, times w), and the limits of f' at the ends of the cell from inside. Integrals
-are computed by Gauss-Legendre quadrature. Kinks (points at which f' jumps or is not smooth), extrema of f' and jumps of
-w are always nodes, so the integrands are smooth. The solver's grid has no cells without mass.
+A cell is the interval between two neighboring *nodes*. Kinks (points at which f' jumps or is not smooth), extrema of f' and
+jumps of w are always nodes, so the integrands are smooth; Gauss-Legendre quadrature integrates them. Every cell has mass.
 """
 
 from __future__ import annotations
@@ -145,10 +142,7 @@ class Landscape:
         return self._present(cells.take(weight.support(0.5 * (cells.left + cells.right))))
 
     def nodes(self, count):
-        """Return about `count` nodes, ascending points.
-
-        The nodes are closer together at points at which w f''**2 is large, because a step function has large errors
-        there. (f'' is the derivative of f'.)
+        """Return about `count` nodes, ascending, which are closer together at points at which w f''**2 is large.
 
         Raises:
             SolveError: The weight has no mass on the domain.
@@ -240,15 +234,8 @@ class Landscape:
 def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=0.0):
     """Make the `Landscape` of a problem: check that f' is finite, and locate the extrema of f'.
 
-    Args:
-        derivative: f' for float64 arrays.
-        kinks: The points at which f' is not smooth.
-        weight: A weight from `make_weight`.
-        domain: The two ends of the domain.
-        name: The name of f, for error messages.
-        panels: The ascending ends of the intervals on each of which one polynomial approximates f' (panels). Empty if
-            f' is not approximated.
-        accuracy: The largest error of `derivative`; 0 if it is exact.
+    `panels` are the ends of the intervals on each of which one polynomial approximates f' (empty if none does), and `accuracy`
+    is the largest error of `derivative` (0 if it is exact).
 
     Raises:
         FunctionError: f' is not finite somewhere on the domain, or is too small or varies too fast for the solver.
@@ -304,21 +291,7 @@ def _inside_panels(panels, low, high):
 
 
 def _extrema(derivative, mesh, value, kinks, name, accuracy):
-    """Find the local extrema of f' that are not kinks, by golden-section search between points of the mesh.
-
-    The value of f' at such a point is accurate to rounding. Its place is less accurate, since f' is flat there.
-
-    Args:
-        derivative: f' for float64 arrays.
-        mesh: Ascending points.
-        value: f' at the points of the mesh.
-        kinks: The points at which f' is not smooth.
-        name: The name of f, for error messages.
-        accuracy: The largest error of `derivative`. Smaller changes of direction do not count.
-
-    Returns:
-        The places of the extrema, ascending.
-    """
+    """Return the places of the extrema of f' that are not kinks. Changes of at most `accuracy` do not count."""
     noise = 8 * np.finfo(float).eps * np.max(np.abs(value)) + 2 * accuracy
     change = np.diff(value)
     change[np.abs(change) <= noise] = 0.0

@@ -1,24 +1,19 @@
 """One layer of the dynamic program that cuts a sequence of items into segments with the smallest total cost.
 
-A layer adds one segment. A row is a position at which this segment may end, a column is a position at which it may
-start, and previous[j] is the least cost of the items before column j. The layer computes
+A layer adds one segment: rows are positions at which it may end, columns those at which it may start, both ascending, and
+previous[j] is the least cost of the items before column j. The layer computes
 
     out[i] = min over j of previous[j] + cost(columns[j], rows[i]).
 
-Rows and columns ascend. There are two exact searches:
+There are two exact searches, which release the interpreter lock:
 
 divide: for costs that satisfy the quadrangle inequality (Monge). The best column never moves left as the row moves
     right, so divide and conquer takes O((rows + columns) log rows).
-scan: for any cost that does not shrink when the segment gets longer. Blocks of neighboring columns are visited from
-    right to left, starting at the row. A block is skipped if the cost of the shortest segment that starts in the block,
-    plus the smallest `previous` in the block, is not below the best total found so far. In the worst case every column
-    is visited.
+scan: for any cost that does not shrink when the segment gets longer. Blocks of columns are visited from right to left. A
+    block is skipped if its shortest segment plus its smallest `previous` is not below the best total found so far.
 
-Both release the interpreter lock, and `run_layer` divides the rows among threads.
-
-With `slack = 1` a segment may start one position after its end. Such a segment is empty and costs 0. The pruning bounds
-of `fewbit.solver.partition` need this for two breaks in one block. With `flip = n`, the number of items, the layer runs
-on the reversed sequence: position p of rows and columns means position n - p of the items.
+With `slack = 1` a segment may start one position after its end; it is empty and costs 0. The bounds of
+`fewbit.solver.partition` need this. With `flip = n` the layer runs on the reversed sequence of n items.
 """
 
 from __future__ import annotations
@@ -49,13 +44,10 @@ class Costs:
 
     Args:
         items: The `Items`.
-        kind: With `SQUARED_DEVIATION`, the cost of a segment is the squared error if the items start <= i < stop are
-            replaced by their mean. With `RANDOM_CHOICE`, it is the expected squared error if the values of the items
-            start and stop are levels, and each item between these two becomes one of the two levels at random, such
-            that its expected value is kept. This cost is the sum of w (v - v_start)(v_stop - v) over the items between,
-            with w the mass and v the value of an item.
-        forced: Values that must be levels, for `RANDOM_CHOICE`. If such a value is strictly between the values of the
-            items start and stop, the cost is infinite.
+        kind: `SQUARED_DEVIATION`: the squared error if the items start <= i < stop are replaced by their mean.
+            `RANDOM_CHOICE`: the expected squared error if the values of the items start and stop are levels, and each item
+            between becomes one of the two at random, with its mean: the sum of w (v - v_start)(v_stop - v).
+        forced: Values that must be levels, for `RANDOM_CHOICE`. A segment that passes one costs infinity.
     """
 
     def __init__(self, items, kind=SQUARED_DEVIATION, forced=()):
@@ -73,21 +65,13 @@ class Costs:
 
 
 def run_layer(costs, columns, previous, rows, *, monge, slack=0, flip=-1, threads=1):
-    """Compute one layer, which adds a segment.
+    """Compute one layer, as the module's docstring describes it, divided among `threads` threads.
 
-    Args:
-        costs: The `Costs`.
-        columns: int64, ascending positions at which the segment may start.
-        previous: float64, for every column the least cost of the items before it.
-        rows: int64, ascending positions at which the segment may end.
-        monge: Whether the costs satisfy the quadrangle inequality, so that the search "divide" is used.
-        slack: 0, or 1 to allow a segment to start one position after its end.
-        flip: The number of items to run on the reversed sequence, or -1.
-        threads: The number of threads.
+    `flip` is the number of items, or -1 for the usual direction.
 
     Returns:
-        Two arrays with an entry for every row: float64, the least cost; and int64, the index in `columns` of the best
-        column. If every column is too far right, these are infinity and -1.
+        For every row: float64, the least cost; and int64, the index in `columns` of the best column. If every column is too
+        far right, these are infinity and -1.
     """
     out = np.full(len(rows), np.inf)
     best = np.full(len(rows), -1, dtype=np.int64)

@@ -1,10 +1,4 @@
-"""The steps before and after the refinement, which improves the breaks and levels of a step function q.
-
-Before it, the pieces are chosen from which it starts. After it, the outer pieces and the sides of breaks are set.
-
-The pieces are the intervals on which q has one value, a level. The breaks are the points between pieces. The side of a
-break says which of its two pieces contains the break itself.
-"""
+"""The steps before and after the refinement: the pieces from which it starts; outer pieces and the sides of breaks."""
 
 from __future__ import annotations
 
@@ -14,14 +8,9 @@ from fewbit.solver.steps import Steps, relabel, tidy
 
 
 def contiguous_start(relaxed, landscape, pinned):
-    """Return the pieces from which the refinement of form "intervals" starts.
+    """Return the pieces from which the refinement of form "intervals" starts: those of the discrete optimum, without empty ones.
 
-    They are the pieces that are optimal for the discrete problem (`fewbit.solver.relaxation`), without empty ones.
-
-    Args:
-        relaxed: The optimum of the discrete problem, a `Relaxed` with breaks.
-        landscape: f' and the weight.
-        pinned: Whether the first and the last level are pinned. Pinned levels stay even if their pieces are empty.
+    With `pinned`, the first and the last level stay even if their pieces are empty.
 
     Returns:
         The levels (K,), a bool mask (K,) of the pinned levels, and the pieces as `Steps`.
@@ -44,23 +33,12 @@ def contiguous_start(relaxed, landscape, pinned):
 
 
 def with_outer_pieces(levels, steps, request, landscape, f):
-    """Add pieces beyond the ends of the domain, and drop unused levels.
+    """Add pieces beyond the ends of the domain, drop unused levels, and return (levels, `Steps`).
 
-    With tails "pinned", the added pieces have the limits of f' at both infinities as levels. With tails "free", a piece
-    is added beyond an end of the domain that is a kink, because inputs may be equal to this end, as many outputs of
-    ReLU are equal to 0. The level of this piece is torch's derivative at the end, if it differs from the level inside.
-    The piece is left out if it would need a new level although q has as many levels as allowed.
-
-    Args:
-        levels: float64 (K,).
-        steps: The pieces inside the domain.
-        request: An object with three attributes: `count`, the largest number of levels; `form`; and `slopes`, the
-            limits of f' at both infinities if tails are pinned, else None.
-        landscape: f' and the weight.
-        f: The activation, a `Function`.
-
-    Returns:
-        The new levels and the new `Steps`.
+    With tails "pinned", the added pieces have the limits of f' at both infinities as levels. With tails "free", a piece is added
+    beyond an end of the domain that is a kink, because inputs may be equal to this end, as many outputs of ReLU are to 0. Its level
+    is torch's derivative at the end, unless it would be a new level and q has as many as allowed. `request` has the attributes
+    `count` (the largest number of levels), `form`, and `slopes` (the pinned limits, or None).
     """
     breaks, codes = steps.breaks, steps.codes
     if request.slopes is not None and request.form == "levels":
@@ -104,12 +82,7 @@ def _with_end(levels, steps, request, end, last, f):
 
 
 def closed_sides(f, steps, levels):
-    """Return the side of every break, as in `Table.closed`.
-
-    "right" means that the break belongs to the piece on its left, "left" that it belongs to the piece on its right. A
-    break at a kink belongs to the piece whose level is nearer to torch's derivative at the kink. All other breaks have
-    "right".
-    """
+    """Return the side of every break, as in `Table.closed`: at a kink, that of the level nearer to torch's derivative; else "right"."""
     closed = np.full(len(steps.breaks), "right", dtype=object)
     at = np.flatnonzero(np.isin(steps.breaks, f.kinks))
     if len(at):
@@ -120,11 +93,7 @@ def closed_sides(f, steps, levels):
 
 
 def closed_sides_of_knots(f, stand_in):
-    """Return the side of every knot of a stand-in, as in `Knots.closed`.
-
-    A jump consists of two knots with equal x. "right" means that the stand-in has the value of the first knot at this
-    x, "left" that it has the value of the second. The value that is nearer to torch's derivative is chosen.
-    """
+    """Return the side of every knot of a stand-in, as in `Knots.closed`: at a jump, that of the value nearer to torch's derivative."""
     points, values = stand_in.points, stand_in.values
     closed = ["right"] * len(points)
     for i in np.flatnonzero(points[1:] == points[:-1]):

@@ -1,12 +1,9 @@
 """Find the step function q with the smallest maximum of |f' - q|, by solving covering problems.
 
-The step function q has K levels. A radius r is called sufficient if some q has |f' - q| <= r on the whole domain. In
-form "levels", in which several pieces of the domain may have the same level, this is the case if K intervals of length
-2r cover all values of f'. In form "intervals", in which every piece has its own level, it is the case if the domain can
-be cut into K pieces on each of which f' varies by at most 2r. Covering greedily from one end needs the fewest
-intervals or pieces, so this method decides exactly whether a radius is sufficient. The optimum is the smallest
-sufficient radius, found by bisection to the last bit. The lower bound is the largest radius that was found to be
-insufficient. In each cell of the domain f' is monotone, so only the values at the ends of the cell matter.
+A radius r is sufficient if some q has |f' - q| <= r on the whole domain. In form "levels", K intervals of length 2r must cover
+all values of f'; in form "intervals", K pieces on each of which f' varies by at most 2r must cover the domain. Covering
+greedily from one end needs the fewest, so it decides exactly. Bisection finds the smallest sufficient radius to the last bit; the
+largest insufficient one is the lower bound. f' is monotone in each cell, so only values at the ends of cells matter.
 """
 
 from __future__ import annotations
@@ -17,13 +14,7 @@ from fewbit.solver.steps import Steps, crossing_points, nearest_steps, relabel, 
 
 
 def minimax_levels(landscape, cells, count, pinned):
-    """Find the levels for which the maximum of |f' - q| is smallest, in form "levels".
-
-    Args:
-        landscape: f' and the weight.
-        cells: The cells of the domain.
-        count: The number of levels.
-        pinned: Values that must be among the levels, ascending.
+    """Find the `count` levels, `pinned` ones included, for which the maximum of |f' - q| is smallest, in form "levels".
 
     Returns:
         The levels (K,), the pieces as `Steps`, and a lower bound on the maximum.
@@ -41,13 +32,9 @@ def minimax_levels(landscape, cells, count, pinned):
 
 
 def minimax_intervals(landscape, cells, count, slopes):
-    """Find the pieces for which the maximum of |f' - q| is smallest, in form "intervals".
+    """Find the `count` pieces for which the maximum of |f' - q| is smallest, in form "intervals".
 
-    Args:
-        landscape: f' and the weight.
-        cells: The cells of the domain.
-        count: The number of pieces.
-        slopes: The levels of the first and the last piece if they are pinned, else None.
+    `slopes` are the levels of the first and the last piece if they are pinned, else None.
 
     Returns:
         The levels (K,), the pieces as `Steps`, and a lower bound on the maximum.
@@ -76,18 +63,7 @@ def largest_deviation(landscape, cells, steps, levels):
 
 
 def _least_radius(cover, start, pinned, low, high):
-    """Find the smallest sufficient radius by bisection.
-
-    Args:
-        cover: A function of a radius that returns None if the radius is not sufficient.
-        start: A radius that is sufficient without pinned levels.
-        pinned: The pinned levels.
-        low: The smallest values of f'.
-        high: The largest values of f'.
-
-    Returns:
-        A sufficient radius and the next smaller float, which is not sufficient; (0, 0) if 0 is sufficient.
-    """
+    """Return (the smallest sufficient radius, the next smaller float) by bisection. `cover(radius)` is None if it is insufficient."""
     if cover(0.0) is not None:
         return 0.0, 0.0
     enough = max([start, *(np.max(np.abs([p - np.min(low), p - np.max(high)])) for p in pinned)])
@@ -114,18 +90,7 @@ def _merged_ranges(cells):
 
 
 def _cover_values(low, high, radius, pinned, free):
-    """Cover the values of f' by intervals whose half width is `radius`.
-
-    Args:
-        low: The lower ends of the ranges of values, ascending.
-        high: The upper ends of these ranges.
-        radius: The half width of an interval.
-        pinned: The centers of given intervals.
-        free: The largest number of further intervals.
-
-    Returns:
-        The centers of the further intervals, or None if more than `free` are needed.
-    """
+    """Return the centers of at most `free` further intervals of half width `radius` that cover the ranges, or None."""
     centers = []
     at = low[0]
     while True:
@@ -152,17 +117,9 @@ def _cover_values(low, high, radius, pinned, free):
 
 
 def _cover_path(path, radius, slopes, count):
-    """Cut the path of f' into pieces on which f' varies by at most 2 radius.
+    """Cut the path of f', (n, 2), into pieces on which it varies by at most 2 radius; return (cuts, levels), or None.
 
-    Args:
-        path: (n, 2), the values of f' at both ends of every cell.
-        radius: Half of the largest variation of f' on a piece.
-        slopes: The levels of the first and the last piece if they are pinned, else None.
-        count: The largest number of pieces.
-
-    Returns:
-        The cuts and the levels, or None if more pieces are needed. A cut (cell, value) is the point in the cell at
-        which f' has the value; (cell, None) is the start of the cell.
+    A cut (cell, value) is the point in the cell at which f' has the value; (cell, None) is the start of the cell.
     """
     if slopes is None:
         return _cover_free(path, radius, count, 0)

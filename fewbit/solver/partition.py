@@ -1,25 +1,20 @@
 """The optimal partition of a weighted sequence into K segments, and of weighted values into K levels.
 
-`form="intervals"` cuts the sequence in its given order (Few-bit Backward, eq. 9). `form="levels"` sorts the values
-first. Then the problem is weighted one-dimensional k-means, and the costs of segments are Monge: they satisfy the
-quadrangle inequality. Let D_k(i) be the least cost of k segments of the first i items. Both forms use the same dynamic
-program, which finds the exact optimum:
+`form="intervals"` cuts the sequence in its given order (Few-bit Backward, eq. 9). `form="levels"` sorts the values first, which
+is weighted one-dimensional k-means; costs of segments are then Monge. With D_k(i) the least cost of k segments of the first i items,
 
     D_k(i) = min over j <= i of D_{k-1}(j) + cost(j, i)
 
-The time is O(n^2 K) for intervals in the worst case and O(n K log n) for levels. The memory is O(n (K + log n)).
+The time is O(n^2 K) for intervals in the worst case and O(n K log n) for levels; the memory is O(n (K + log n)).
 
-Pruning (`prune=True`) makes both forms much faster, and does not change the result. Positions are grouped into blocks.
-If break k - 1 is in block h, the positions [a_h, b_h], and break k is in block g, the positions [a_g, b_g], then the
-segment between the two breaks contains at least the items from b_h to a_g. A segment costs at least as much as any part
-of it. So let
+Pruning (`prune=True`) makes both forms much faster, and does not change the result. Positions are grouped into blocks [a, b]. If
+breaks k - 1 and k are in the blocks h and g, the segment between them contains at least the items from b_h to a_g, and costs at
+least as much as these. So, with
 
     L_k(g) = min over h <= g of L_{k-1}(h) + cost(b_h, a_g)
 
-and let R_k(g) be the same bound for the segments after break k. Every partition whose break k is in block g costs at
-least L_k(g) + R_k(g). A block whose bound exceeds the cost of a known partition is dropped. The remaining blocks are
-divided into smaller ones, and so on, until the blocks are single positions or a round drops few blocks. The remaining
-positions are searched exactly.
+and R_k(g) the same bound for the segments after break k, every partition whose break k is in block g costs at least L_k(g) +
+R_k(g). Blocks whose bound exceeds the cost of a known partition are dropped, and the others divided, until few are dropped.
 """
 
 from __future__ import annotations
@@ -129,14 +124,7 @@ def _checked(values, weights, count):
 
 
 def best_breaks(items, count, *, monge, prune=True, effort):
-    """Find the best partition of items.
-
-    Args:
-        items: The `Items`.
-        count: The number of segments.
-        monge: Whether the items are sorted by value, so that costs satisfy the quadrangle inequality.
-        prune: Whether to prune positions before the exact search.
-        effort: The threads and the progress function.
+    """Find the best partition of items into `count` segments. `monge` says whether they are sorted by value.
 
     Returns:
         The cost, the breaks int64 (count - 1,), and the number `candidates` of `Partition`.
@@ -158,16 +146,14 @@ def best_breaks(items, count, *, monge, prune=True, effort):
 
 
 class LayeredSearch:
-    """The dynamic program, which runs layer by layer: each layer adds one segment.
-
-    The best choices are stored, so that `trace` can follow them back to the first segment.
+    """The dynamic program, layer by layer. The best choices are stored, so that `trace` can follow them back.
 
     Args:
         costs: The costs of segments.
         monge: Whether the costs satisfy the quadrangle inequality.
         effort: The threads and the progress function.
         columns: int64 (m,), the positions at which the first segment may start; by default only position 0.
-        values: float64 (m,), for each of these positions the total cost of all items before it; by default 0.
+        values: float64 (m,), the total cost of all items before these positions; by default 0.
     """
 
     def __init__(self, costs, monge, effort, *, columns=None, values=None):
@@ -186,15 +172,7 @@ class LayeredSearch:
         self.columns, self.values = rows, out
 
     def trace(self, at, layer=None):
-        """Return the starts of the best segments, of which the last one ends at a given position.
-
-        Args:
-            at: The index of this position in the `rows` of the last segment's layer.
-            layer: The number of segments, which is the number of this layer counted from 1; by default all layers.
-
-        Returns:
-            int64 (layer,), ascending, the start of each segment.
-        """
+        """Return int64 (layer,), the starts of the best segments, of which the last ends at index `at` of the rows of layer number `layer`."""
         starts = []
         for columns, best in reversed(self._trail[:layer]):
             at = best[at]
@@ -240,17 +218,7 @@ def surviving_breaks(items, count, *, monge, effort):
 
 
 def _block_bounds(costs, alive, monge, effort):
-    """Return lower bounds on the cost of partitions that have a certain break in a certain block.
-
-    Args:
-        costs: The costs of segments. An item is a block of positions.
-        alive: For every break, the indices of the blocks that remain.
-        monge: Whether the costs satisfy the quadrangle inequality.
-        effort: The threads.
-
-    Returns:
-        For every break, a float64 array with the bound for each of its remaining blocks.
-    """
+    """Return, for every break, float64 lower bounds on the cost of partitions with this break in each of its remaining blocks."""
     n = len(costs.items)
     options = {"monge": monge, "slack": 1, "threads": effort.threads}
     left, columns, values = [], np.zeros(1, dtype=np.int64), np.zeros(1)

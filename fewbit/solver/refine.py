@@ -1,24 +1,18 @@
 """Move the levels of a step function to a stationary point of the error.
 
-The first levels are the optimum of a discrete problem (`fewbit.solver.relaxation`), which is close to the best levels
-for f' itself. The levels y are the values of a step function q. The pieces are the intervals on which q has one value,
-and the breaks are the points between pieces. The weight w is the density by which squared errors count. The error
-L(y) is the integral of (f' - q)^2 w (Few-bit Backward, eq. 4). If the pieces are optimal for the levels, the error has
-the gradient
+The first levels are the optimum of a discrete problem (`fewbit.solver.relaxation`). The error L(y) is the integral of (f' - q)^2 w
+(Few-bit Backward, eq. 4). If the pieces are optimal for the levels y,
 
     dL/dy_k = 2 (y_k M_k - S_k),
 
-with M_k and S_k the integrals of w and of f' w over the pieces of level k. A break between two pieces of levels l and r
-is at a point with f' = (y_l + y_r) / 2, and moves with the levels. So the second derivatives are, with unit vectors
-e_k,
+with M_k and S_k the integrals of w and of f' w over the pieces of level k. A break between levels l and r is at f' = (y_l +
+y_r) / 2, and moves with them. So, with unit vectors e_k, the second derivatives are
 
     H = 2 diag(M) - 1/2 sum over breaks of (w / |f''|) |y_r - y_l| (e_l + e_r)(e_l + e_r)^T.
 
-Newton steps are tried first. Then Lloyd's step is tried: it moves every level to the exact minimizer for the current
-pieces, and cannot raise the error. A step is accepted if it lowers the error, or if it changes the error by rounding
-only and makes the gradient smaller. At a stationary point y_k is the mean of f' over the pieces of level k, and f' at
-every break is the mean of the levels on the two sides. So the derivatives of the error with respect to the breaks (eq.
-5) are zero too.
+Newton steps are tried first, then Lloyd's step, which moves every level to the minimizer for the current pieces and cannot raise the
+error. A step is accepted if it lowers the error, or changes it by rounding only and makes the gradient smaller. At a stationary
+point the derivatives with respect to the breaks (eq. 5) are zero too.
 """
 
 from __future__ import annotations
@@ -92,20 +86,7 @@ class ContiguousPieces:
         return Steps(breaks, codes, density)
 
     def _settle(self, at, lower, upper, floor, ceiling):
-        """Move a break from `at` to the next local minimum of the error.
-
-        A break that would leave the interval (floor, ceiling) stays.
-
-        Args:
-            at: The x of the break.
-            lower: The level of the piece before the break.
-            upper: The level of the piece after the break.
-            floor: The x of the previous break.
-            ceiling: The x of the next break.
-
-        Returns:
-            The new x of the break, and w / |f''| at this point.
-        """
+        """Move a break from `at` to the next local minimum of the error within (floor, ceiling); return (x, w / |f''| there)."""
         cells, threshold = self.cells, 0.5 * (lower + upper)
         sign = np.sign(upper - lower)
         # `ends` is positive at points that have a smaller error in the piece on the right.

@@ -1,43 +1,32 @@
 """Solve the discrete problem, which gives a lower bound on the error, and the levels with which the refinement starts.
 
-The continuous problem asks for the step function, with K levels y, that has the least error for f'. The discrete
-problem replaces f' on each cell of the domain by one or two values with a mass, called atoms. The mass of a cell is the
-integral of the weight w. f' is monotone in a cell, and neighboring cells meet at a node.
+The discrete problem replaces f' on each cell by one or two values with a mass, called atoms. Let a cell have mass W, mean m,
+spread S (the integral of (f' - m)**2 w) and values of f' in [a, b].
 
-Objective "mse" minimizes the squared error. Let a cell have mass W, mean m, spread S (the integral of (f' - m)**2 w)
-and values of f' in [a, b]. Move its mass to two atoms, at a and b, with the same mean; their spread is W (m - a)(b - m)
->= S. For any levels y write
+**Objective "mse", form "levels".** Move the mass of a cell to two atoms, at a and b, with the same mean; their spread is W (m - a)(b -
+m) >= S. For any levels y write
 
     min_k (v - y_k)**2 = v**2 - h(v),   h(v) = max_k (2 v y_k - y_k**2).
 
-The function h is convex. On [a, b], h is below the chord of h from a to b, and the mean of the chord over the cell is
-the mean of h over the two atoms, so
+h is convex, so on [a, b] it is below its chord, whose mean over the cell is the mean of h over the two atoms:
 
     integral over the cell of min_k (f' - y_k)**2 w  >=  sum over its atoms of min_k (atom - y_k)**2
                                                           - (W (m - a)(b - m) - S).
 
-The last term is the excess spread of the cell. Summed over all cells, this says: the least error of the atoms, minus
-the total excess spread, is a lower bound on the least error of the continuous problem. This holds for form "levels",
-for any number K of levels, and also if some levels are pinned to given values.
+Summed over cells: the least error of the atoms, minus the total excess spread, is a lower bound, also if some levels are pinned.
 
-In form "intervals" every piece has its own level. The two atoms of a cell are in the order in which f' passes a and b,
-since f' is monotone in a cell. Suppose that q changes from level y to level z at a break inside a cell, and that this
-is against the direction of f': one of them rises and the other falls. Then the error as a function of the break's place
-is concave, so the break can be moved to one end of the cell, or to the next break, without raising the error. At breaks
-that remain inside a cell, q changes in the direction of f'. So the best level for the first atom does not come after
-the best level for the second atom, and contiguous segments of atoms can have these levels. The same bound follows.
-Neighboring atoms of equal value are merged, which changes no error. With n cells, the bounds of both forms differ from
-the optimum by O(n**-2).
+**Form "intervals".** The two atoms of a cell are in the order in which f' passes them. If q changes at a break inside a cell against the
+direction of f', the error as a function of the break's place is concave, so the break can move to an end of the cell, or to the
+next break, without raising the error. At breaks that remain inside, the best level for the first atom does not come after that
+for the second, so contiguous segments of atoms can have these levels, and the same bound follows. Equal neighboring atoms are
+merged. With n cells, both bounds differ from the optimum by O(n**-2).
 
-With objective "unbiased", a value v becomes one of the two levels next to it at random, such that the expected value is
-v. The expected squared error at v is (v - y_k)(y_{k+1} - v) = H(v) - v**2. H is the piecewise linear interpolant of
-v**2 at the levels, and is convex. By Jensen's inequality the mean of H over a cell is at least H(m). So the optimum for
-one atom per cell, at the mean m, minus the total spread of the cells, is a lower bound. As a level moves from one
-atom's value to the next, the error of the atoms changes linearly. So there are optimal levels among the values of the
-atoms, and the search among these values is exact.
+**Objective "unbiased".** The expected squared error at v is (v - y_k)(y_{k+1} - v) = H(v) - v**2, with H the convex piecewise linear
+interpolant of v**2 at the levels. By Jensen's inequality the mean of H over a cell is at least H(m). So the optimum for one atom
+per cell, at m, minus the total spread, is a lower bound. The error of the atoms is linear in a level between two atoms, so some
+optimal levels are values of atoms, and the search among these is exact.
 
-All these proofs need a monotone f' in each cell. The extrema of f' are therefore located first and become nodes, and
-[a, b] includes the values at the quadrature points inside a cell.
+The proofs need a monotone f' in each cell, so extrema of f' are nodes, and [a, b] includes the values at quadrature points.
 """
 
 from __future__ import annotations
@@ -86,13 +75,10 @@ class Atoms:
 
 
 def two_point_atoms(cells):
-    """Replace every cell by two atoms, one with the smallest and one with the largest value of f' in the cell.
-
-    The two atoms are in the order in which f' passes their values. Neighboring atoms of equal value are merged.
+    """Replace every cell by two atoms with the smallest and the largest value of f', in the order in which f' passes them.
 
     Returns:
-        The `Atoms`, and a float64 array (n,). If several atoms were merged into one, `Atoms.x` has the smallest x of
-        these, and the array has the largest.
+        The `Atoms`, and a float64 array (n,) with the largest x of the atoms that were merged into each; `Atoms.x` has the smallest.
     """
     low, high = cells.lowest, cells.highest
     width = high - low
@@ -118,18 +104,9 @@ def two_point_atoms(cells):
 
 
 def relax_levels(cells, count, pinned, effort, most=None):
-    """Find the best levels for the atoms.
+    """Find the `count` best levels for the atoms, `pinned` ones included, as a `Relaxed`.
 
-    Args:
-        cells: The cells of the domain.
-        count: The number of levels.
-        pinned: Distinct values that must be among the levels.
-        effort: The threads and the progress function.
-        most: The largest number of atoms to search, or None for no limit. If there are more atoms, atoms of similar
-            value are merged before the search.
-
-    Returns:
-        A `Relaxed`.
+    If there are more than `most` atoms, those of similar value are merged before the search.
     """
     atoms, _ = two_point_atoms(cells)
     order = np.argsort(atoms.value, kind="stable")
@@ -148,15 +125,7 @@ def relax_levels(cells, count, pinned, effort, most=None):
 
 
 def _fewer_atoms(value, mass, most):
-    """Reduce the number of atoms to about `most`.
-
-    The mass between two kept atoms is moved to these two such that the mean stays the same. The lower bound remains
-    valid, since its proof also allows a cell in which f' has a discrete distribution of values.
-
-    Args:
-        value: float64 (n,), ascending.
-        mass: float64 (n,).
-        most: The number of atoms to keep.
+    """Keep about `most` atoms; move the mass between two kept atoms to them, with the same mean, which keeps the bound valid.
 
     Returns:
         The values and the masses of the kept atoms, and the increase of the total spread.
@@ -181,21 +150,10 @@ def _fewer_atoms(value, mass, most):
 
 
 def _relax_pinned_levels(value, mass, excess, count, pinned, effort):
-    """Find the best levels if some are pinned.
+    """Find the best levels if some are pinned, as a `Relaxed`.
 
-    The pinned levels divide the values into zones. The problem of each zone is solved for every number of free levels,
-    those that are not pinned. Then the free levels are divided among the zones such that the total cost is smallest.
-
-    Args:
-        value: float64 (n,), the values of the atoms, ascending.
-        mass: float64 (n,), the masses of the atoms.
-        excess: The excess spread of the atoms.
-        count: The number of levels, including pinned ones.
-        pinned: The pinned levels, ascending.
-        effort: The threads and the progress function.
-
-    Returns:
-        A `Relaxed`.
+    The pinned levels divide the ascending values into zones. The problem of each zone is solved for every number of free levels,
+    which are then divided among the zones such that the total cost is smallest.
     """
     edges = [-np.inf, *pinned, np.inf]
     free = count - len(pinned)
@@ -287,13 +245,10 @@ def relax_unbiased(cells, count, fixed, effort):
 class Zone:
     """The search for the best contiguous segments of items if the level of the first or the last segment is given.
 
-    A segment whose level is not given is called free. Pinned levels divide the values of f' into zones, and each zone
-    is searched separately.
-
     Args:
-        items: The `Items` of the zone.
-        first: The level of the first segment, or None if this segment is free.
-        last: The level of the last segment, or None if this segment is free.
+        items: The `Items` of the zone, the values of f' between two pinned levels.
+        first: The level of the first segment, or None if it is free.
+        last: The level of the last segment, or None if it is free.
         effort: The threads and the progress function.
         monge: Whether the items are sorted by value.
     """

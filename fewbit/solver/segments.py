@@ -1,22 +1,15 @@
 """Compute the cost of a segment of a sequence in constant time and without cancellation.
 
-An item has a mass, a mean and a spread (the sum of weighted squared deviations from the mean). A sequence of items is
-cut into segments. The cost of a segment is the weighted sum of squared deviations from the segment's weighted mean,
-including the spreads. The paper computes a cost as `F2 - F1**2 / W` from prefix sums of the weights (W), of the
-weighted values (F1) and of their weighted squares (F2) (Few-bit Backward, appendix G, eq. 11). This difference loses
-all digits if the values are large: two clusters at a distance of 1e9 have prefix sums of 1e18 and costs of 1.
-
-Here a table stores sums over runs of items (a disjoint sparse table), and a segment is the union of two runs. For every
-l, the sequence is cut into blocks of 2**(l+1) items. For every l and every item, the table stores the mass W, the mean
-M and the spread S of the run of items between this item and the middle of its block. For every segment of at least two
-items there is an l at which the middle of a block divides the segment into two such runs, so
+The cost is the weighted sum of squared deviations from the segment's mean. The paper computes it from prefix sums (Few-bit
+Backward, appendix G, eq. 11), which loses all digits if the values are large: two clusters at a distance of 1e9 have prefix sums
+of 1e18 and costs of 1. Here a *disjoint sparse table* stores, for every l and every item, the mass W, the mean M and the spread S
+of the run between the item and the middle of its block of 2**(l+1) items. Every segment of at least two items is the union of two
+such runs, so
 
     cost = S_left + S_right + W_left W_right / (W_left + W_right) (M_left - M_right)**2,
 
-a sum of non-negative terms (Chan, Golub, LeVeque 1983). The mean of an item is given as `anchor + offset`. The means of
-the runs in a block are stored relative to the anchor of one item of the block, so that differences of means are
-accurate even if all means are large. For this anchor an item with mass is taken if there is one, since the value of an
-item without mass is arbitrary. Memory is O(n log n).
+a sum of non-negative terms (Chan, Golub, LeVeque 1983). An item's mean is `anchor + offset`, and means of runs are relative to the
+anchor of an item of the block with mass, so that differences are accurate even if all means are large. Memory is O(n log n).
 """
 
 from __future__ import annotations
@@ -55,14 +48,12 @@ class Items:
 
     @property
     def table(self):
-        """The disjoint sparse table, as the module's docstring describes it.
+        """The disjoint sparse table.
 
         Returns:
-            moments: float64 (depth, n, 3). For every l and item: the mass, the mean and the spread of the run between
-                the item and the middle of its block. The mean is relative to the block's entry in `references`.
-            references: float64 (depth, blocks). For every l and block: the anchor that was subtracted from the means.
-            level_of: uint8. Its entry at index (first item XOR last item) of a segment is the l at which the middle of
-                a block divides the segment.
+            moments: float64 (depth, n, 3), the mass, the mean relative to the block's reference, and the spread of each run.
+            references: float64 (depth, blocks), the anchor that was subtracted from the means of each block.
+            level_of: uint8. Its entry at (first item XOR last item) of a segment is the l at which a middle divides it.
         """
         if self._table is None:
             n = max(len(self), 1)
@@ -98,15 +89,7 @@ class Items:
 
 
 def merge_runs(mass, anchor, offset, spread, nodes):
-    """Return new `Items`, in which every item is a merged run of the given items.
-
-    Args:
-        mass: float64 (n,), as in `Items`.
-        anchor: float64 (n,), as in `Items`.
-        offset: float64 (n,), as in `Items`.
-        spread: float64 (n,), as in `Items`.
-        nodes: Ascending positions in [0, n]. A run contains the items between two neighboring nodes.
-    """
+    """Return new `Items`, each a merged run of the given ones between two neighboring `nodes`, ascending positions in [0, n]."""
     nodes = np.ascontiguousarray(nodes, dtype=np.int64)
     out = np.zeros((4, len(nodes) - 1))
     _merge_runs(mass, anchor, offset, spread, nodes, out)
@@ -146,11 +129,7 @@ def _first_with_mass(mass, start, stop, step):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _build(mass, anchor, offset, spread, moments, references):
-    """Fill the arrays `moments` and `references` of `Items.table`, in which `level` is the exponent l.
-
-    moments[level, i] becomes the mass, the mean minus the block's reference, and the spread of the run from item i to
-    the middle of the block. references[level, block] becomes the reference of the block.
-    """
+    """Fill the arrays `moments` and `references` of `Items.table`, in which `level` is the exponent l."""
     depth, n, _ = moments.shape
     for level in range(depth):
         half = 1 << level

@@ -1,9 +1,8 @@
 """The function `solve`, which makes a table for a function f, with a proven lower bound on the error of any such table.
 
-Each stage has its own module. `weight` makes the weight, and `cells` cuts the domain into cells. `relaxation` solves a
-discrete problem exactly, with the help of `partition`, `dynamic_program` and `segments`. Its optimum gives the lower
-bound and the first levels. `refine` improves these levels until the error is stationary. Objective "unbiased" has the
-module `unbiased` for this. Objective "minimax" needs only `minimax`, which finds the optimum directly.
+`weight` makes the weight, and `cells` cuts the domain. `relaxation` solves a discrete problem exactly, with `partition`,
+`dynamic_program` and `segments`; its optimum gives the lower bound and the first levels. `refine` (for objective "unbiased",
+`unbiased`) improves them. Objective "minimax" needs only `minimax`.
 """
 
 from __future__ import annotations
@@ -475,15 +474,7 @@ def _pinned_slopes(f, tails, count, form):
 def _grid(grid, count, form, objective, landscape):
     """Return the number of cells, and the largest number of atoms (see `relax_levels`) or None.
 
-    An f' with many monotone pieces needs more cells, if the form is "levels": all of these pieces use the same levels,
-    and each is cut into cells. In form "intervals" the search is slower, so the number of cells does not rise.
-
-    Args:
-        grid: The requested number of cells, or None.
-        count: The number of levels.
-        form: "levels" or "intervals".
-        objective: "mse", "unbiased" or "minimax".
-        landscape: f', with its kinks and extrema.
+    In form "levels", an f' with many monotone pieces gets more cells, because all of these pieces use the same levels.
     """
     if grid is not None:
         return int(grid), None

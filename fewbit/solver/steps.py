@@ -1,8 +1,6 @@
 """Step functions over cells: the breaks of q for given levels or thresholds, and the error of a given q.
 
-A step function q has M pieces, with M-1 ascending breaks between them. The code of a piece is the index of the piece's
-level. A threshold is a value of f' at which q changes from one level to the next. To compute the masses and means of f'
-over the pieces, cells that contain a break are split first.
+A threshold is a value of f' at which q changes from one level to the next. Cells that contain a break are split first.
 """
 
 from __future__ import annotations
@@ -51,14 +49,9 @@ def nearest_steps(landscape, cells, levels):
 
 
 def threshold_steps(landscape, cells, thresholds):
-    """Return the step function whose code at x is the number of thresholds below f'(x).
+    """Return the step function whose code at x is the number of ascending thresholds below f'(x).
 
-    If the weight is 0 between two cells and the code changes there, the break is in the middle between these cells.
-
-    Args:
-        landscape: f' and the weight.
-        cells: The cells of the domain that have mass.
-        thresholds: float64, ascending values of f'.
+    If the code changes where the weight is 0, the break is in the middle between the neighboring cells.
     """
     code_left = np.searchsorted(thresholds, cells.value_left, side="right")
     code_right = np.searchsorted(thresholds, cells.value_right, side="right")
@@ -120,17 +113,7 @@ def relabel(steps, levels, fixed):
 
 
 def crossing_points(landscape, cells, cell, threshold):
-    """Find the x in each of the given cells at which f' equals a threshold, by the Illinois method (bracketed secants).
-
-    Args:
-        landscape: f' and the weight.
-        cells: All cells.
-        cell: int64 (n,), the indices of the given cells.
-        threshold: float64 (n,), for each of these cells the value of f' to find.
-
-    Returns:
-        float64 (n,), the x.
-    """
+    """Return float64 (n,), the x in each cell of the indices `cell` at which f' equals `threshold`, by the Illinois method."""
     a, b = cells.left[cell], cells.right[cell]
     fa, fb = cells.value_left[cell] - threshold, cells.value_right[cell] - threshold
     best = np.where(np.abs(fa) < np.abs(fb), a, b)
@@ -158,14 +141,7 @@ def crossing_points(landscape, cells, cell, threshold):
 
 
 def slope_density(landscape, cells, cell, at):
-    """Return w / |f''| at points inside cells, float64 (n,). f'' is estimated by a difference of f' in the cell.
-
-    Args:
-        landscape: f' and the weight.
-        cells: All cells.
-        cell: int64 (n,), the indices of the cells that contain the points.
-        at: float64 (n,), the points.
-    """
+    """Return w / |f''|, float64 (n,), at the points `at` inside the cells `cell`; f'' is estimated by a difference of f'."""
     left, right = cells.left[cell], cells.right[cell]
     step = np.minimum(1e-4 * np.maximum(1.0, np.abs(at)), 0.25 * (right - left))
     below, above = np.maximum(at - step, left), np.minimum(at + step, right)

@@ -1,17 +1,15 @@
-"""Make the stand-in, a piecewise linear function that replaces f', and find the levels for objective "unbiased".
+"""Make the stand-in, a piecewise linear function v that replaces f', and find the levels y_k for objective "unbiased".
 
-Let v be the stand-in and y_k the levels. At run time, one of the two levels next to v(x) is drawn for an element x,
-such that the mean of the draw is v(x). With the weight w, the expected squared error is
+At run time, one of the two levels next to v(x) is drawn such that the mean of the draw is v(x). The expected squared error is
 
     E = integral of [(v - y_k)(y_{k+1} - v) + (f' - v)**2] w,   y_k <= v <= y_{k+1}.
 
-Only the first term in the brackets depends on the levels. For levels other than the first and the last, the gradient is
+For levels other than the first and the last, the gradient is
 
     dE/dy_k = integral over (y_{k-1}, y_k) of (v - y_{k-1}) w - integral over (y_k, y_{k+1}) of (y_{k+1} - v) w.
 
-ZipML (Zhang et al., ICML 2017) finds optimal quantization points for unbiased rounding with a discrete search in
-quadratic time. The costs of this search satisfy the quadrangle inequality (QUIVER, 2024), so the solver uses the faster
-divide and conquer.
+ZipML (Zhang et al., ICML 2017) finds such levels in quadratic time. The costs satisfy the quadrangle inequality (QUIVER, 2024), so
+the solver uses divide and conquer.
 """
 
 from __future__ import annotations
@@ -68,17 +66,9 @@ def with_tails(stand_in, slopes):
 
 
 def build_stand_in(landscape, count):
-    """Make the stand-in, a piecewise linear function that is close to f'.
+    """Make the stand-in from lines between values of f' at the ends of the domain, kinks and extrema.
 
-    Lines join the values of f' at the ends of the domain, at kinks and at extrema. If a line is not close enough to f',
-    its interval is halved, and two lines that meet at the value of f' in the middle replace the line.
-
-    Args:
-        landscape: f' and the weight.
-        count: The number of levels. The allowed error is a small share of the average gap between levels.
-
-    Returns:
-        A `StandIn`.
+    Lines are halved until they are within a small share of the average gap between `count` levels.
     """
     derivative = landscape.derivative
     forced = np.unique(np.concatenate([landscape.domain, landscape.kinks, landscape.extrema]))
@@ -124,15 +114,7 @@ def build_stand_in(landscape, count):
 
 
 def _bend(value, line):
-    """Return how much larger |f' - line| can be between the sampled points: the largest second difference of f' - line.
-
-    Args:
-        value: (n, m), f' at m points of each of n lines.
-        line: (n, m), the lines at these points.
-
-    Returns:
-        (n,).
-    """
+    """Return (n,), how much larger |f' - line| can be between samples: the largest second difference of `value` - `line`, (n, m)."""
     error = np.concatenate(
         [np.zeros((len(value), 1)), value - line, np.zeros((len(value), 1))], axis=1
     )
@@ -140,21 +122,12 @@ def _bend(value, line):
 
 
 def refine_unbiased(landscape, cells, levels, fixed, most_steps=100):
-    """Improve, by Newton's method, the levels that are not pinned. The error never rises.
+    """Improve, by Newton's method, the levels (K,) that are not `fixed`. The error never rises.
 
-    The stand-in may be constant on an interval. If a level has the value of this constant, the derivative of the error
-    with respect to this level may jump there from negative to positive. Such a level is optimal and stays.
-
-    Args:
-        landscape: The stand-in and the weight.
-        cells: The cells of the domain.
-        levels: (K,), ascending.
-        fixed: bool (K,), the levels that are pinned.
-        most_steps: The largest number of steps.
+    If a level equals a constant piece of the stand-in, the derivative may jump there from negative to positive. Such a level stays.
 
     Returns:
-        The levels, and the residual: the largest |dE/dy_k| of the levels that may move, minus the part that the
-        floating-point rounding of a level can cause.
+        The levels, and the residual: the largest |dE/dy_k| of the levels that may move, minus what their rounding can cause.
     """
     state = _evaluate(landscape, cells, levels)
     mass = cells.mass.sum()

@@ -268,11 +268,9 @@ class Histogram(Weight):
 
     @classmethod
     def from_samples(cls, samples):
-        """Make a histogram of samples.
+        """Make a histogram of samples, with up to 512 bins of about equally many samples.
 
-        It has up to 512 bins with about equally many samples. The outermost bins are divided further, so that an
-        outlier gets its own bin. A value that more samples have than a usual bin contains is an atom: it gets a bin that is
-        almost infinitely narrow, and ends at the value (or begins there, if it is the least one).
+        An outlier gets its own bin. A value that more samples have than a usual bin contains gets a bin that is almost infinitely narrow.
 
         Args:
             samples: Finite values of any shape, at least two of them different.
@@ -441,11 +439,10 @@ class Density(Weight):
 
 
 class ScaledWeight:
-    """A weight on a domain, divided by a power of 4 if its integral is huge or tiny.
+    """A weight on a domain, divided by 2**exponent, a power of 4, if its integral would overflow or underflow otherwise.
 
-    Integrals would overflow or underflow otherwise. The division is exact, unless it underflows: parts of w that are
-    about 2**-1000 times its integral count as 0, except for objective "minimax". Powers of 4 are used because the
-    square root of such a power is exact too. An ordinary weight is not changed.
+    The division and its square root are exact, unless parts of w are about 2**-1000 times its integral; these count as 0, except for
+    objective "minimax".
 
     Args:
         weight: The `Weight`.

@@ -1,12 +1,7 @@
 """Checks of a table's fields: one function for each kind of value, then the checks that relate several fields.
 
-A function `checked_*` returns the value in the form in which a table stores it. All functions raise TableError, with
-one line that names the field and the index.
-
-A table has levels, the values of a step function q, and breaks, the points at which q changes. The M pieces are the
-intervals between breaks, and the code of a piece is the index of its level. q approximates the derivative f' of an
-activation function. In an unbiased table, a piecewise linear function replaces f'. It is called the stand-in, and the
-code of a piece is the index of the level below it.
+A function `checked_*` returns the value in the form in which a table stores it. All raise TableError, with one line that names the
+field and the index.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """The pieces of a step function q, and the stand-in of an unbiased table.
 
-The breaks are the points at which q changes, and the M pieces are the intervals between breaks. A "right" break belongs
-to the piece before it, which is closed on the right; a "left" break belongs to the piece after it. K is the number of
-levels, the values of q.
-
-The stand-in is the piecewise linear function that replaces f' in an unbiased table. Its n corners are called knots.
-Backends compute with float32 numbers, so breaks are rounded to float32. The rounding moves no float32 x to another
-piece.
+A "right" break belongs to the piece before it, which is closed on the right; a "left" break belongs to the piece after it. M is the number
+of pieces and K that of levels. The stand-in is the piecewise linear function that replaces f'; its n corners are the knots. Backends compute
+with breaks that are rounded to float32 such that no float32 x changes its piece.
 """
 
 from __future__ import annotations
@@ -50,16 +46,7 @@ def locate(x, breaks, closed: Sequence[str] | None = None) -> np.ndarray:
 
 
 def round_breaks(breaks, closed: Sequence[str]) -> np.ndarray:
-    """Round breaks to float32 such that comparisons with any float32 x have the same results as before.
-
-    Args:
-        breaks: float64 (M-1,).
-        closed: M-1 strings. A "right" break, for which the comparison is x > break, is rounded down. A "left" break,
-            for which the comparison is x >= break, is rounded up.
-
-    Returns:
-        float32 (M-1,).
-    """
+    """Round breaks (M-1,) to float32, "right" breaks down and "left" breaks up, so that comparisons with float32 x do not change."""
     breaks = np.asarray(breaks, np.float64)
     nearest = to_float32(breaks)
     with np.errstate(
@@ -104,19 +91,9 @@ def to_float32(x) -> np.ndarray:
 
 
 def interpolate(x, segment, points, values, slopes) -> np.ndarray:
-    """Evaluate a piecewise linear function that is constant outside its points.
+    """Evaluate a piecewise linear function that is constant outside its points; `segment` is what `locate` returns for each x.
 
-    Args:
-        x: Numbers of any shape.
-        segment: The index of the interval between points that contains each x, as `locate` returns it: 0 is the
-            interval before the first point.
-        points: (n,), ascending.
-        values: (n,), the function's values at the points.
-        slopes: (n-1,), the slopes between neighboring points.
-
-    Returns:
-        The function at x, of x's shape. Between points this is values[i] + (x - points[i]) * slopes[i] with
-        i = segment - 1.
+    Between points this is values[i] + (x - points[i]) * slopes[i] with i = segment - 1.
     """
     i = np.clip(segment - 1, 0, len(slopes) - 1)
     with np.errstate(
@@ -209,17 +186,10 @@ def _check_knots(knots: Knots) -> None:
 
 
 def lower_pieces(levels, knots: Knots) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """Return the breaks, codes and closed sides of an unbiased table.
+    """Return `breaks` float64 (M-1,), `codes` int64 (M,) and `closed` (M-1 strings) of an unbiased table, from levels (K,) and knots.
 
-    The code of a piece is the index of the level below the stand-in. A break is a point at which the stand-in crosses
-    one of the levels, or jumps across it. The lowest and the highest level make no breaks.
-
-    Args:
-        levels: (K,), ascending, K >= 2.
-        knots: The stand-in.
-
-    Returns:
-        `breaks` float64 (M-1,), `codes` int64 (M,), and `closed`, M-1 strings "right" or "left" (as in `Table`).
+    The code of a piece is the index of the level below the stand-in. A break is a point at which the stand-in crosses or jumps across a level
+    other than the lowest and the highest.
     """
     levels = np.asarray(levels, np.float64)
     candidates = {

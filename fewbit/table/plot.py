@@ -38,11 +38,9 @@ class Step(NamedTuple):
 
 
 def window(table: Table, function=None) -> tuple[float, float]:
-    """Return the ends of the part of the domain to draw: the part in which f' changes, with a margin.
+    """Return the ends of the part of the domain to draw: that in which f' (or q if f' is unknown) changes, with a margin.
 
-    If f' is unbounded, as that of `value`, the part ends soon after f' has left the range of the levels. If f' is unknown
-    (`function` is None), q is used instead. Unless an end of the domain is near, the margin makes the
-    part at least a fifth of the domain wide.
+    If f' is unbounded, the part ends soon after f' has left the range of the levels.
     """
     low, high = table.domain
     x = np.linspace(low, high, 4001)

@@ -16,18 +16,14 @@ MARGIN = 9  # columns left of the picture: a label of up to 7 characters, a blan
 
 
 def sketch(table, width: int = 72, height: int = 16) -> str:
-    """Draw q, and f' if it is known, over the part of the domain in which they change.
+    """Draw q, and f' if it is known, as lines of text, over the part of the domain in which they change.
 
-    For an unbiased table the bars are the levels, and the dots are f'. If f' is not known, the dots are the piecewise
-    linear function that replaces f'.
+    For an unbiased table the bars are the levels, and the dots are f', or the stand-in if f' is not known.
 
     Args:
         table: A `fewbit.Table`.
         width: Width of the picture with axis and labels, in characters; at least 24.
         height: Height of the picture with axis and legend, in lines; at least 6.
-
-    Returns:
-        The picture as lines of text.
     """
     columns, rows = max(width, 24) - MARGIN, max(height, 6) - 3
     function = table.activation

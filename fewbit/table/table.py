@@ -1,8 +1,7 @@
 """The class `Table`, a step function q for the derivative f' of an activation function f, and its JSON document.
 
-The levels are the few values of q, the breaks are the points at which q changes, and the pieces are the intervals
-between breaks. In an unbiased table the value at x is drawn at random from two neighboring levels. The mean of the
-draws is the stand-in, a piecewise linear function that replaces f'. The corners of the stand-in are called knots.
+In an unbiased table the value at x is drawn at random from two neighboring levels. The mean of the draws is the stand-in, a piecewise linear
+function that replaces f'. Its corners are called knots.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ The text may come from a file, an argument or another program, and may contain c
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 _REPR = reprlib.Repr()  # formats only the beginning of a large value
 _REPR.maxlevel, _REPR.maxother = 6, 200
@@ -53,3 +55,9 @@ def shorten(value, limit: int = 60) -> str:
     except ValueError:  # an integer with more digits than Python converts to a string
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def meant(name: object, known: Iterable[str]) -> str:
+    """Return the end of an error message that suggests the known name most like an unknown one; "" if none is like it."""
+    near = get_close_matches(name, [*known], n=1) if isinstance(name, str) else []
+    return f"; did you mean {near[0]!r}?" if near else ""

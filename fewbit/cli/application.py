@@ -97,7 +97,8 @@ def app(ctx):
 
     A table is a step function q with few levels that replaces f' in the backward
     pass. A layer saves the number of a level per element, in a few bits, instead of
-    its input.
+    its input. To train a model, call fewbit.compress_(model, bits=4) in Python: all
+    its layers then save a few bits per element.
 
     \b
     Examples:

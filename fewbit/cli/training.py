@@ -276,7 +276,7 @@ def _call(name):
     "--seeds", "Train every model from N seeds, for means and standard deviations.  [default: 1]"
 )
 @several_bits(of="Bits of few-bit GELUs", default="3")
-@several_bits("--everything", of="Bits of models in which all layers are compressed", default="2")
+@several_bits("--everything", of="Bits of models in which all layers are compressed", default="4")
 @several_bits(
     "--average",
     of="Average bits, for example 2.5, of models with AdaptiveBits (level L3)",
@@ -287,7 +287,7 @@ def _call(name):
     "--all",
     "is_all",
     is_flag=True,
-    help="Train every model of docs/results/index.md: --bits 1 to 4, --everything 2 and --average 2.",
+    help="Train every model of docs/results/index.md: --bits 1 to 4, --everything 4 and 2, --average 2.",
 )
 @click.option(
     "--output",
@@ -305,7 +305,7 @@ def demo(steps, seeds, bits, everything, average, is_all, output, force, as_json
     few-bit GELUs, and with all saved tensors compressed, from the same seeds. The command shows
     the bytes saved for the backward pass and the final losses, and draws the losses. By default it
     trains three models from each seed, which takes one to two minutes on two cores; with --all it
-    trains seven. It needs torch.
+    trains eight. It needs torch.
 
     \b
     Examples:

@@ -33,8 +33,8 @@ class SavedRow(NamedTuple):
         dtype: the dtype, for example "float32".
         exact_bytes: the bytes of the tensor itself.
         saved_bytes: the bytes that the graph saves for it.
-        bits: the bits per element of a copy, 1 for a mask; None if the tensor is saved exactly.
-        reason: why the tensor is exact, "" for a copy.
+        bits: the bits per element of a copy, 1 for a mask; None if the tensor is saved as it is.
+        reason: why the tensor is saved as it is, "" for a copy.
     """
 
     module: str
@@ -88,7 +88,7 @@ class CompileReport(Result):
             Column("module", lambda group: group[0][0], "name"),
             Column("op", lambda group: group[0][1], "name"),
             Column("count", lambda group: str(len(group[1]))),
-            Column("saved as", lambda group: bits_or_exact(group[0][2]), "word"),
+            Column("saved as", lambda group: _saved_as(*group[0][2:]), "word"),
             Column(f"saved, {unit[0]}", lambda group: amount(_sum(group[1]), unit)),
             Column("why exact", lambda group: group[0][3], "text", drop=1),
         )
@@ -100,6 +100,11 @@ class CompileReport(Result):
 
 
 _SIZES = "exact_bytes", "saved_bytes"
+_CODES = "a layer of fewbit has quantized it already"
+
+
+def _saved_as(bits: int | None, reason: str) -> str:
+    return "codes" if reason == _CODES else bits_or_exact(bits)
 
 
 def _sum(rows) -> int:
@@ -158,7 +163,7 @@ def _given(node) -> str | None:
 def _why_saved(node) -> str:
     producer = node.args[0] if node.target is operator.getitem else node
     if is_from_fewbit(producer):
-        return "a layer of fewbit has quantized it already"
+        return _CODES
     if count(node.meta["val"]) < LEAST_ELEMENTS:
         return f"fewer than {LEAST_ELEMENTS:,} elements"
     return "torch saves it to compute exact tensors again"

@@ -39,7 +39,7 @@ def _plain(value, where: str):
     value = plain_number(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise InputError(f"expected a value that JSON can store for {where}, got {shorten(value)}")
+    raise InputError(f"{where}: expected a value that JSON can store, got {shorten(value)}")
 
 
 def _key(key, where: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from fewbit.config.values import check_average, check_bits, is_whole, plain_number, require
 from fewbit.errors import InputError
+from fewbit.text import meant
 
 
 def number_field(check: Callable) -> Callable:
@@ -104,7 +105,9 @@ class Config:
         names = [field.name for field in fields(cls)]
         for name in values:
             if name not in names:
-                raise InputError(f"expected {', '.join(names)} for {cls.__name__}, got {name!r}")
+                raise InputError(
+                    f"expected {', '.join(names)} for {cls.__name__}, got {name!r}{meant(name, names)}"
+                )
         for field in fields(cls):
             has_default = field.default is not MISSING or field.default_factory is not MISSING
             if not has_default and field.name not in values:

@@ -256,7 +256,7 @@ class ErrorBound(BitConfig):
     _checks = {
         "e2": positive,
         "window": one_of(WINDOWS, "mean or max", "window"),
-        "codec": one_of(CODECS, ", ".join(CODECS), "a codec"),
+        "codec": one_of(CODECS, ", ".join(CODECS), "codec"),
         "by_channel": flag,
         "interval": interval_field,
     }
@@ -320,7 +320,7 @@ class Level(BitConfig):
 
     kind = "level"
     _checks = {
-        "name": one_of(LEVELS, f"one of {', '.join(LEVELS)}", "a level"),
+        "name": one_of(LEVELS, f"one of {', '.join(LEVELS)}", "level"),
         "bits": lambda value, _: plain_number(value),
     }
 

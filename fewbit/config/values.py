@@ -124,7 +124,7 @@ def check_verbose(verbose, name: str = "verbose") -> None:
 def require(is_good: bool, expected: str, name: str, value):
     """Return `value`, the value of the field `name`. Raise InputError if `is_good` is False."""
     if not is_good:
-        raise InputError(f"expected {expected} for {name}, got {shorten(value)}")
+        raise InputError(f"{name}: expected {expected}, got {shorten(value)}")
     return value
 
 

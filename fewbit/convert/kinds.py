@@ -106,6 +106,13 @@ LEFT_ALONE = {
 }
 
 
+_SAVED_EXACTLY = {
+    nn.modules.dropout._DropoutNd: "1-bit mask",
+    nn.Embedding: "indices",
+    (nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd): "places of maxima",
+    (nn.modules.pooling._AvgPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd, nn.Upsample): "nothing",
+}
+"""{classes of torch.nn: what their modules save, without error}."""
 _SAVES_NO_INPUT = "its frozen weight is quantized, so it saves no input"
 # The keys are names of classes in bitsandbytes.nn.
 BITSANDBYTES = {
@@ -272,6 +279,12 @@ def saves_nothing(module: nn.Module) -> bool:
     """Return whether a converted module saves no input, because its weight needs no gradient."""
     kinds = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, transformers_modules.Conv1D)
     return isinstance(module, kinds) and not module.weight.requires_grad
+
+
+def saved_exactly(module: nn.Module) -> str:
+    """Return what a converted module whose gradients stay exact saves, as a text for the report."""
+    found = (text for classes, text in _SAVED_EXACTLY.items() if isinstance(module, classes))
+    return next(found, "exact")
 
 
 def is_fewbit(module: nn.Module) -> bool:

@@ -25,6 +25,7 @@ class ConvertedModule(NamedTuple):
         after: The name of the class after the conversion.
         bits: The bits per element that the module saves of its input, or of the derivative if the module is an
             activation; an average if samples may have different bits. None if the module's gradients stay exact.
+        exact: If `bits` is None, what the module saves, such as "1-bit mask".
         shared: Whether the module saves nothing of its own, because it uses the tensor that a norm has saved in fixed
             point. None if the module may use such a tensor, but no forward pass has shown whether it does.
         attention: The bits per element of q, k and v, if the module computes attention and if these bits are not `bits`.
@@ -37,6 +38,7 @@ class ConvertedModule(NamedTuple):
     before: str
     after: str
     bits: float | None
+    exact: str = "exact"
     shared: bool | None = False
     attention: float | None = None
     frozen: bool = False
@@ -51,7 +53,9 @@ class ConvertedModule(NamedTuple):
             return "no input"
         if self.shared:
             return "the norm's"
-        text = bits_or_exact(self.bits) + (" or the norm's" if self.shared is None else "")
+        text = (self.exact if self.bits is None else bits_or_exact(self.bits)) + (
+            " or the norm's" if self.shared is None else ""
+        )
         return text if self.attention is None else f"{text}, q k v {bits_or_exact(self.attention)}"
 
 

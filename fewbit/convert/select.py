@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from fewbit.convert import kinds
 from fewbit.convert.settings import ResolvedSettings
 from fewbit.errors import InputError
 from fewbit.runtime.interop.module_calls import class_of
+from fewbit.text import meant
 
 Filter = str | Iterable[str] | Callable[[str, nn.Module], bool]
 """One or several glob patterns of dotted module paths, or a function (path, module) -> bool."""
@@ -105,9 +105,9 @@ def _matches(found: list[_Place], which: Filter, name: str) -> list[bool]:
         of_glob = [any(is_within(path, glob) for path in place.paths) for place in found]
         if not any(of_glob):
             paths = [path for place in found for path in place.paths]
-            near = get_close_matches(glob, paths, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
-            raise InputError(f"{name}: expected a glob that matches a module, got {glob!r}{meant}")
+            raise InputError(
+                f"{name}: expected a glob that matches a module, got {glob!r}{meant(glob, paths)}"
+            )
         result = [a or b for a, b in zip(result, of_glob, strict=True)]
     return result
 

@@ -27,7 +27,7 @@ from fewbit.runtime.graph import packs
 from fewbit.runtime.graph.compressor import GraphSettings
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.context import ForwardContext
-from fewbit.text import shorten
+from fewbit.text import meant, shorten
 
 EXTRA_BITS_OF_ATTENTION = 2, 3, 1
 EXTRA_BITS_OF_GATES = 1, 1
@@ -128,7 +128,7 @@ class ResolvedSettings:
             value = getattr(self, name)
             if isinstance(value, float) and not self.has_policy:
                 raise InputError(
-                    f"expected a whole number from 1 to 8 for {name}, got {value!r}; averages need a configuration "
+                    f"{name}: expected a whole number from 1 to 8, got {value!r}; averages need a configuration "
                     "such as fewbit.SampleBits or fewbit.AdaptiveBits, which divides them among samples"
                 )
         check = check_average if self.has_policy else check_bits
@@ -272,7 +272,9 @@ def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) ->
         names = [each.name for each in fields(LayerSettings) if each.name != "bits"]
         for name in layers if isinstance(layers, Mapping) else ():
             if name not in ("bits", *names):
-                raise InputError(f"expected {', '.join(names)}, got {shorten(name)}")
+                raise InputError(
+                    f"expected {', '.join(names)}, got {shorten(name)}{meant(name, names)}"
+                )
         layers = LayerSettings.of({} if layers is None else layers)
         if layers.bits is not None:
             raise InputError(

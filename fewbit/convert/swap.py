@@ -252,7 +252,8 @@ def _row(path: str, before: str, module: nn.Module, bits: float | None) -> Conve
     attention = None if own is None or mean_bits(own) == bits else mean_bits(own)
     after = kinds.name_of(type(module))
     frozen = kinds.saves_nothing(module)
-    return ConvertedModule(path, before, after, bits, attention=attention, frozen=frozen)
+    exact = kinds.saved_exactly(module)
+    return ConvertedModule(path, before, after, bits, exact, attention=attention, frozen=frozen)
 
 
 def as_now(report: Report, model: nn.Module) -> Report:

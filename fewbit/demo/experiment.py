@@ -18,7 +18,7 @@ from torch import nn
 
 from fewbit.analysis.meter import saved_bytes
 from fewbit.compress.compress import compress_
-from fewbit.config import ACTIVATION_BITS, Level
+from fewbit.config import ACTIVATION_BITS, DEFAULT_BITS, Level
 from fewbit.demo import training
 from fewbit.demo.parallel import run_all
 from fewbit.demo.result import Arm, Demo
@@ -32,7 +32,7 @@ STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
 MOST_SEEDS = 100
 
 
-EVERY_ARM = {"bits": (1, 2, 3, 4), "everything": (2,), "average": (2,)}
+EVERY_ARM = {"bits": (1, 2, 3, 4), "everything": (4, 2), "average": (2,)}
 """The arguments of `run_demo` for `fewbit demo --all`. STORED contains the results of these arms."""
 
 
@@ -56,8 +56,8 @@ def check_request(
 
 
 def run_demo(
-    bits: Sequence[int] = (3,),
-    everything: Sequence[int] = (2,),
+    bits: Sequence[int] = (ACTIVATION_BITS,),
+    everything: Sequence[int] = (DEFAULT_BITS,),
     average: Sequence[float] = (),
     seeds: int = 1,
     settings: training.Settings | None = None,
@@ -94,7 +94,7 @@ def run_demo(
     choices = [Arm(gelu_bits, 0, 0, (), 0.0) for gelu_bits in (None, *dict.fromkeys(bits))]
     for level, numbers in (("L2", everything), ("L3", average)):
         for number in dict.fromkeys(numbers):
-            choices.append(Arm(ACTIVATION_BITS, 0, 0, (), 0.0, number, level))
+            choices.append(Arm(None, 0, 0, (), 0.0, number, level))
     if len(corpus.train) <= settings.context or len(corpus.held_out) <= settings.context:
         raise FewbitError(f"corpus: expected more than {10 * settings.context} characters")
     tasks = [(arm, seed) for arm in choices for seed in range(seeds)]
@@ -115,10 +115,8 @@ def run_demo(
 
 
 def _build(arm: Arm, settings, corpus, seed):
-    exact = arm.bits is None or arm.everything is not None
-    model = training.build(
-        corpus, settings, nn.GELU if exact else partial(GELU, bits=arm.bits), seed
-    )
+    gelu = nn.GELU if arm.bits is None else partial(GELU, bits=arm.bits)
+    model = training.build(corpus, settings, gelu, seed)
     if arm.everything is not None:
         compress_(model, Level(arm.level, arm.everything), verbose=False)
     return model

@@ -31,7 +31,7 @@ class Arm:
     """One setting, trained from every seed.
 
     Attributes:
-        bits: The bits of GELU; None for torch.nn.GELU.
+        bits: The bits of few-bit GELUs; None if the model is built with torch.nn.GELU.
         activation_bytes: The bytes that the GELUs save for backward in one step, as `fewbit.saved_bytes` counts
             them.
         model_bytes: The bytes that the whole model saves.
@@ -234,7 +234,11 @@ class Demo(Result):
         distance = self.distance(arm)
         if distance is None:
             return "unknown"
-        return f"{'yes' if abs(distance) <= 1 else 'no'} ({distance:+.1f})"
+        is_within = abs(distance) <= 1
+        # As many decimals as show on which side of 1 the number is.
+        texts = (f"{distance:+.{decimals}f}" for decimals in range(1, 18))
+        text = next(text for text in texts if (abs(float(text)) <= 1) == is_within)
+        return f"{'yes' if is_within else 'no'} ({text})"
 
     def _notes(self) -> Iterator[str]:
         size = f"{self.settings.batch} x {self.settings.context} characters"

@@ -195,9 +195,7 @@ def gelu(
     """Compute torch.nn.functional.gelu, with `approximate` "none" or "tanh", and save `bits` bits per element."""
     if approximate not in ("none", "tanh"):
         hint = "; bits are given by name, as gelu(x, bits=3)" * isinstance(approximate, int)
-        raise FunctionError(
-            f"gelu: expected 'none' or 'tanh' for approximate, got {approximate!r}{hint}"
-        )
+        raise FunctionError(f"approximate: expected 'none' or 'tanh', got {approximate!r}{hint}")
     function = "gelu" if approximate == "none" else "gelu_tanh"
     return apply(input, function, (), bits, table)
 

@@ -245,7 +245,7 @@ def geglu(
         InputError: `approximate` is neither "none" nor "tanh", or `bits` or `group_size` is invalid.
     """
     if approximate not in ("none", "tanh"):
-        raise InputError(f"expected none or tanh for approximate, got {approximate!r}")
+        raise InputError(f"approximate: expected none or tanh, got {approximate!r}")
     name = "gelu" if approximate == "none" else "gelu_tanh"
     return gated(gate, up, name, quantizer=quantizer_of(bits, group_size, quantizer))
 

@@ -93,7 +93,7 @@ class PreActivationResNet(nn.Module):
         super().__init__()
         units, rest = divmod(depth - 2, 9)
         if rest or units < 1:
-            raise InputError(f"expected 9 n + 2 for depth, got {depth!r}")
+            raise InputError(f"depth: expected 9 n + 2, got {depth!r}")
         inputs = STEM * width
         self.stem = nn.Conv2d(channels, inputs, 3, padding=1, bias=False)
         stages = []

@@ -10,7 +10,7 @@ Args of all modules:
 
 Raises of all modules:
     InputError: `bits`, `inplace` or `approximate` is invalid.
-    TableError: `table` is not a `fewbit.Table`.
+    TableError: `table` is not a `fewbit.Table`, or it is one of another function or of other parameters.
 """
 
 from __future__ import annotations
@@ -78,6 +78,13 @@ class _FewBit(Guarded):
         self._check_own()
         self.bits = bits
         self.table = table
+        if table is not None:
+            self._check_table()
+
+    def _check_table(self) -> None:
+        """Raise TableError if the table is that of another function, or of other parameters."""
+        if not torch.compiler.is_compiling():
+            self.forward(torch.empty(0))
 
     def _check_own(self) -> None:
         """Raise InputError if an argument of torch's class got a number of bits, as in GELU(3) and ReLU(3)."""
@@ -87,7 +94,7 @@ class _FewBit(Guarded):
                 expected = " or ".join(map(repr, allowed))
                 is_number = isinstance(value, int | float)
                 hint = f"; bits are given by name, as {type(self).__name__}(bits=3)" * is_number
-                raise InputError(f"expected {expected} for {name}, got {shorten(value)}{hint}")
+                raise InputError(f"{name}: expected {expected}, got {shorten(value)}{hint}")
 
     def _run(self, function, input, *arguments):
         """Return function(input, *arguments) with the module's bits and table.
@@ -313,9 +320,11 @@ class Laplace(_FewBit, nn.Module):
     """The LaplaceActivation of transformers, computed by `fewbit.functional.laplace`."""
 
     def __init__(self, mu: float = 0.707107, sigma: float = 0.282095, **kwargs):
+        self.mu, self.sigma = (
+            mu,
+            sigma,
+        )  # first, because the base class checks the table of these parameters
         super().__init__(**kwargs)
-        self.mu = mu
-        self.sigma = sigma
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.laplace, input, self.mu, self.sigma)
@@ -330,7 +339,8 @@ class Pointwise(_FewBit, nn.Module):
     Args:
         function: the callable, which takes a tensor and returns a tensor.
         bits: bits of the code that is saved for each element, 1 to 8.
-        table: a `fewbit.Table` for the callable; by default the solver makes one.
+        table: a `fewbit.Table` for the callable; by default the solver makes one. The first call refuses the table of
+            another function, if the table's function is known.
     """
 
     calls_others = True
@@ -338,6 +348,9 @@ class Pointwise(_FewBit, nn.Module):
     def __init__(self, function: Callable, **kwargs: Any):
         super().__init__(**kwargs)
         self.function = function
+
+    def _check_table(self) -> None:
+        """Leave the check to the first call, which knows the device of the callable's parameters."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.pointwise, input, self.function)

@@ -32,7 +32,7 @@ class GEGLU(Quantized, nn.Module):
 
     def __init__(self, approximate: str = "none", **kwargs):
         if approximate not in ("none", "tanh"):
-            raise InputError(f"expected none or tanh for approximate, got {approximate!r}")
+            raise InputError(f"approximate: expected none or tanh, got {approximate!r}")
         super().__init__(**kwargs)
         self.approximate = approximate
 

@@ -334,7 +334,7 @@ def default_candidates(
             raise InputError(
                 f"policy {name}: expected a model with {needed[name]}, got one without"
             )
-        raise InputError(f"expected one of {', '.join(names)} for policy, got {name!r}")
+        raise InputError(f"policy: expected one of {', '.join(names)}, got {name!r}")
     return tuple(candidate for candidate in found if candidate.policy in policies)
 
 

@@ -86,6 +86,9 @@ def test_converted_layers_keep_their_copies(name):
     rows = compiled.partitioner.report.rows
     found = [row for row in rows if row.op == "fewbit"]
     assert all(row.bits is None and "fewbit" in row.reason for row in found)
+    assert "fewbit" in str(compiled.partitioner.report) and " codes " in str(
+        compiled.partitioner.report
+    )
     # A layer also saves a number of 4 bytes by which its result is multiplied.
     assert 0 < of_layers <= sum(row.saved_bytes for row in found) <= of_layers + 64
     assert fewbit.saved_bytes(compiled, x).total < 0.6 * fewbit.saved_bytes(plain, x).total

@@ -385,6 +385,13 @@ def test_the_report_says_that_all_parameters_are_frozen():
     assert note in str(report) and report.saved == ({}, {})
 
 
+def test_the_report_says_what_exact_layers_save():
+    layers = nn.Dropout(), nn.Dropout2d(), nn.MaxPool2d(2), nn.AvgPool2d(2), nn.Upsample(8)
+    rows = quiet(nn.Sequential(*layers), 2).report.converted
+    found = ["1-bit mask", "1-bit mask", "places of maxima", "nothing", "nothing"]
+    assert [row.saves for row in rows] == found
+
+
 def test_the_report_says_which_modules_save_nothing_few_bit_now():
     model = nn.Sequential(
         nn.Embedding(9, 8), nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8)
@@ -394,7 +401,7 @@ def test_the_report_says_which_modules_save_nothing_few_bit_now():
     def saves():
         return [row.saves for row in controller.report.converted]
 
-    usual = ["exact", "2 bits", "4 bits", "3 bits", "2 bits"]
+    usual = ["indices", "2 bits", "4 bits", "3 bits", "2 bits"]
     assert saves() == usual
     model[:2].requires_grad_(False)
     for module in model[2:4]:
@@ -483,11 +490,11 @@ FIELDS = "activation_bits, attention_bits, group_size, copies, functional, every
     "options, message",
     [
         ({"bits": "2"}, "bits: expected a number from 1 to 8, or a configuration such as fewbit.AdaptiveBits(2.5), got '2'"),
-        ({"layers": {"attention_bits": 3.5}}, f"layers: expected a whole number from 1 to 8 for attention_bits, got 3.5{AVERAGES}"),
+        ({"layers": {"attention_bits": 3.5}}, f"layers: attention_bits: expected a whole number from 1 to 8, got 3.5{AVERAGES}"),
         ({"layers": 4}, "layers: expected fewbit.LayerSettings, or a mapping of its fields, got 4"),
         ({"layers": {"bits": 2}}, "layers: expected no bits, because the argument bits gives them, here fewbit.FixedBits(4); got bits=2"),
-        ({"layers": {"quantiser": "uniform"}}, f"layers: expected {FIELDS}, got 'quantiser'"),
-        ({"verbose": "no"}, "expected True or False for verbose, got 'no'"),
+        ({"layers": {"quantiser": "uniform"}}, f"layers: expected {FIELDS}, got 'quantiser'; did you mean 'quantizer'?"),
+        ({"verbose": "no"}, "verbose: expected True or False, got 'no'"),
         ({"sample": torch.ones(2, 5)}, "sample: expected inputs of the model's forward, got shape (2, 5), for which it raises RuntimeError: "),
         ({"sample": [1]}, "sample: expected a tensor, a tuple of positional inputs or a mapping of keyword inputs, got list"),
         ({"offload": True}, "offload: expected fewbit.HostOffload, got True"),
@@ -496,7 +503,7 @@ FIELDS = "activation_bits, attention_bits, group_size, copies, functional, every
         ({"bits": fewbit.Level("L0"), "offload": fewbit.HostOffload()},
          "offload: expected none with fewbit.Level('L0'), which compresses nothing, got fewbit.HostOffload(False)"),
         ({"offload": {"x": 1}}, "expected expandable_segments for HostOffload, got 'x'"),
-        ({"bits": fewbit.Level("L0"), "layers": {"copies": 3}}, "layers: expected 1 or 2 for copies, got 3"),
+        ({"bits": fewbit.Level("L0"), "layers": {"copies": 3}}, "layers: copies: expected 1 or 2, got 3"),
         ({"activation_bits": 2, "copies": 2},
          "expected settings of layers in the argument layers, as layers={'activation_bits': 2, 'copies': 2}, "
          "got activation_bits= as an argument of its own"),
@@ -508,9 +515,9 @@ FIELDS = "activation_bits, attention_bits, group_size, copies, functional, every
         ({"overrides": ["stem"]}, "overrides: expected a mapping of globs to settings, got ['stem']"),
         ({"overrides": {3: 2}}, "overrides: expected a glob over dotted module paths, got 3"),
         ({"overrides": {"nobody": 2}}, "overrides: expected a glob that matches a module, got 'nobody'"),
-        ({"overrides": {"stem": 9}}, "overrides['stem']: expected a number from 1 to 8 for bits, got 9"),
-        ({"overrides": {"stem": 2.5}}, f"overrides['stem']: expected a whole number from 1 to 8 for bits, got 2.5{AVERAGES}"),
-        ({"overrides": {"stem": {"bit": 2}}}, f"overrides['stem']: expected bits, {FIELDS} for LayerSettings, got 'bit'"),
+        ({"overrides": {"stem": 9}}, "overrides['stem']: bits: expected a number from 1 to 8, got 9"),
+        ({"overrides": {"stem": 2.5}}, f"overrides['stem']: bits: expected a whole number from 1 to 8, got 2.5{AVERAGES}"),
+        ({"overrides": {"stem": {"bit": 2}}}, f"overrides['stem']: expected bits, {FIELDS} for LayerSettings, got 'bit'; did you mean 'bits'?"),
         ({"overrides": {"stem": "2"}},
          f"overrides['stem']: expected bits, fewbit.LayerSettings, a mapping of bits, {FIELDS}, or None, got '2'"),
     ],

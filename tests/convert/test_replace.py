@@ -116,8 +116,8 @@ def test_what_is_left_alone_is_said(capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"bits": 9}, "^expected a whole number from 1 to 8 for bits, got 9"),
-        ({"bits": True}, "^expected a whole number from 1 to 8 for bits, got True"),
+        ({"bits": 9}, "^bits: expected a whole number from 1 to 8, got 9"),
+        ({"bits": True}, "^bits: expected a whole number from 1 to 8, got True"),
         ({"include": "decoder"}, "^include: expected a glob that matches a module, got 'decoder'"),
     ],
 )

@@ -135,7 +135,7 @@ def test_the_constructor_of_the_trainer_compresses_the_model_if_the_key_is_there
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"fewbit": {"bits": 9}}', "expected a number from 1 to 8 for bits, got 9"),
+        ('{"fewbit": {"bits": 9}}', "bits: expected a number from 1 to 8, got 9"),
         ('{"fewbit": {"bits": {"kind": "adaptiv"}}}', "expected a kind out of fixed"),
         ('{"fewbit": {"layers": {"group_size": 33}}}', "expected a multiple of 32"),
         ('{"fewbit": {"quantizer": "uniform"}}', "expected settings of layers in the argument layers"),

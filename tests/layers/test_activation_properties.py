@@ -324,7 +324,7 @@ FIRST = {
 }  # fmt: skip
 REFUSED = [  # (a call with x, which needs a gradient or not, the error, the message)
     *(
-        (lambda x, sample=sample, bits=bits: sample(x, bits=bits), InputError, "expected a whole number from 1 to 8 for bits.*")
+        (lambda x, sample=sample, bits=bits: sample(x, bits=bits), InputError, "bits: expected a whole number from 1 to 8, got .*")
         for bits in (0, 9, -1, 2.5, "3", True)
         for sample in (GELU, RELU)
     ),
@@ -336,22 +336,22 @@ REFUSED = [  # (a call with x, which needs a gradient or not, the error, the mes
         (lambda x, value=value: F.hardshrink(value), InputError, "expected a torch.Tensor, got .*")
         for value in (None, np.ones(2))
     ),
-    (lambda x: fewbit.GELU(3), InputError, f"expected 'none' or 'tanh' for approximate, got 3{GIVEN}GELU\\(bits=3\\)"),
-    (lambda x: fewbit.SiLU(3), InputError, f"expected False or True for inplace, got 3{GIVEN}SiLU\\(bits=3\\)"),
-    (lambda x: fewbit.ReLU(1), InputError, f"expected False or True for inplace, got 1{GIVEN}ReLU\\(bits=3\\)"),
-    (lambda x: fewbit.GELU("tan"), InputError, "expected 'none' or 'tanh' for approximate, got 'tan'"),
+    (lambda x: fewbit.GELU(3), InputError, f"approximate: expected 'none' or 'tanh', got 3{GIVEN}GELU\\(bits=3\\)"),
+    (lambda x: fewbit.SiLU(3), InputError, f"inplace: expected False or True, got 3{GIVEN}SiLU\\(bits=3\\)"),
+    (lambda x: fewbit.ReLU(1), InputError, f"inplace: expected False or True, got 1{GIVEN}ReLU\\(bits=3\\)"),
+    (lambda x: fewbit.GELU("tan"), InputError, "approximate: expected 'none' or 'tanh', got 'tan'"),
     *(
-        (lambda x, name=name: getattr(F, name)(x + 0, 3), InputError, f"expected False or True for inplace, got 3{GIVEN}{name}\\(x, bits=3\\)")
+        (lambda x, name=name: getattr(F, name)(x + 0, 3), InputError, f"inplace: expected False or True, got 3{GIVEN}{name}\\(x, bits=3\\)")
         for name in ("relu", "silu", "hardswish")
     ),
-    (lambda x: F.relu(x + 0, "yes"), InputError, "expected False or True for inplace.*"),
+    (lambda x: F.relu(x + 0, "yes"), InputError, "inplace: expected False or True.*"),
     (lambda x: F.gelu(x, 3), FunctionError, ".*got 3; bits are given by name, as gelu.*"),
     (lambda x: F.gelu(x, table=torch.ones(8, requires_grad=True)), TableError, ".*takes no gradient.*"),
-    (lambda x: F.gelu(x, table=load_table("silu", 3)), TableError, "expected a table of gelu, got one of silu.*"),
-    (lambda x: F.elu(x, 2.0, table=load_table("elu", 3)), TableError, r"expected a table of elu\(alpha=2\), got one of elu.*"),
-    (lambda x: F.gelu(x, "tanh", table=load_table("gelu", 3)), TableError, "expected a table of gelu_tanh, got one of gelu.*"),
+    (lambda x: F.gelu(x, table=load_table("silu", 3)), TableError, "table: expected a table of gelu, got one of silu.*"),
+    (lambda x: F.elu(x, 2.0, table=load_table("elu", 3)), TableError, r"table: expected a table of elu\(alpha=2\), got one of elu.*"),
+    (lambda x: F.gelu(x, "tanh", table=load_table("gelu", 3)), TableError, "table: expected a table of gelu_tanh, got one of gelu.*"),
     *(
-        (lambda x, table=table, call=call: call(x, table), TableError, "expected a fewbit.Table for table=.*")
+        (lambda x, table=table, call=call: call(x, table), TableError, "table: expected a fewbit.Table.*")
         for table in (torch.ones(3), "gelu", 3, np.ones(3), [1.0])
         for call in (
             lambda x, table: F.gelu(x, table=table),

@@ -92,10 +92,18 @@ def test_module(device, name):
     (y, grad), (expected, exact) = (gradient_of(each.eval(), x) for each in (module, original))
     assert same(y, expected) and same(grad, exact)
     for bits in (0, 9, 2.5, "3", None, True):
-        with pytest.raises(InputError, match="expected a whole number from 1 to 8 for bits, got"):
+        with pytest.raises(InputError, match="bits: expected a whole number from 1 to 8, got"):
             make(name, bits=bits)
-    with pytest.raises(TableError, match=r"expected a fewbit.Table for table=, got Tensor"):
+    with pytest.raises(TableError, match=r"table: expected a fewbit.Table, got Tensor"):
         make(name, table=torch.ones(3))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("Pointwise", "RReLU")])
+def test_the_table_of_another_function_is_refused_at_once(name):
+    """Pointwise refuses it in its first call. In training, RReLU uses no table."""
+    other = "silu" if name == "GELU" else "gelu"
+    with pytest.raises(TableError, match=f"table: expected a table of .*, got one of {other}$"):
+        make(name, table=load_table(other, 3))
 
 
 def saved(module):

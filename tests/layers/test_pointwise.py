@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fewbit
 import fewbit.functional as F
 from fewbit.catalog import store
-from fewbit.errors import FunctionError
+from fewbit.errors import FunctionError, TableError
 from fewbit.runtime.activations import callable_tables
 
 
@@ -39,7 +39,7 @@ def test_a_callable(backend):
 
 
 def test_a_callable_that_returns_its_input(device):
-    table = load_table("relu", 1)
+    table = store.load_table("hardtanh", 1, parameters={"min_val": -10.0, "max_val": 10.0})
     x = leaf(normal((40,), device=device))
     y = F.pointwise(x, lambda x: x, table=table)
     assert y is not x and same(y, x)
@@ -72,6 +72,17 @@ def test_a_callable_whose_parameters_need_a_gradient_is_refused(table):
             F.pointwise(leaf(normal((4,))), function, table=table)
     y = F.pointwise(leaf(normal((4,))), holds[0], bits=None)
     assert torch.autograd.grad(y.sum(), holds[0].beta)[0] is not None
+
+
+def test_the_table_of_another_function_is_refused():
+    x, gelu = leaf(normal((50,))), torch.nn.functional.gelu
+    with pytest.raises(TableError, match="^table: expected a table of gelu, got one of silu$"):
+        F.pointwise(x, gelu, table=load_table("silu", 3))
+    for function, dtype in (
+        (gelu, torch.bfloat16),
+        (lambda x: gelu(x, approximate="tanh") + 1, x.dtype),
+    ):
+        F.pointwise(leaf(x.to(dtype)), function, table=load_table("gelu", 3))
 
 
 @pytest.mark.slow

@@ -34,9 +34,9 @@ FUNCTIONS = {  # {name: a call with settings}
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"bits": 0}, "expected a whole number from 1 to 8 for bits, got 0"),
-    ({"bits": 9}, "expected a whole number from 1 to 8 for bits, got 9"),
-    ({"group_size": 100}, "expected a multiple of 32 from 32 to 65536 for group_size, got 100"),
+    ({"bits": 0}, "bits: expected a whole number from 1 to 8, got 0"),
+    ({"bits": 9}, "bits: expected a whole number from 1 to 8, got 9"),
+    ({"group_size": 100}, "group_size: expected a multiple of 32 from 32 to 65536, got 100"),
 ])  # fmt: skip
 def test_bad_settings(options, message):
     modules = [row for row in first_of_each(ROWS) if row.has_bits and hasattr(fewbit.nn, row.name)]
@@ -53,9 +53,9 @@ LOSS = {
     "target": torch.zeros(5, dtype=torch.int64),
 }
 OWN = {  # {message: a call}
-    "expected 1 or 2 for copies, got 3": lambda: fewbit.nn.LayerNorm(3, copies=3),
-    "expected .*none or tanh.*, got 'sigmoid'": lambda: F.geglu(X, X, "sigmoid"),
-    "expected .*none or tanh.* 'sigmoid'": lambda: fewbit.nn.GEGLU("sigmoid"),
+    "copies: expected 1 or 2, got 3": lambda: fewbit.nn.LayerNorm(3, copies=3),
+    "approximate: .* none or tanh, got 'sigmoid'": lambda: F.geglu(X, X, "sigmoid"),
+    "approximate: expected none or tanh, got 'sigmoid'": lambda: fewbit.nn.GEGLU("sigmoid"),
     r"expected a torch\.Tensor, got \[1\.0\]": lambda: F.mul(X, [1.0]),
     "input: expected a tensor, got list": lambda: F.linear_cross_entropy(**LOSS | {"input": [1.0]}),
     "reduction: expected mean or sum or none, got 'max'":

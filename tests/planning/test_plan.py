@@ -193,7 +193,7 @@ def test_default_candidates_are_those_that_the_model_has_a_use_for():
     assert names(net(), (name for name in ("activations", "fixed"))) == fixed + few
     with pytest.raises(
         InputError,
-        match="expected one of fixed, shared, error-bound, recompute-linear, everything, cross-entropy, compile for policy, got 'none'",
+        match="policy: expected one of fixed, shared, error-bound, recompute-linear, everything, cross-entropy, compile, got 'none'",
     ):
         default_candidates(nn.Linear(4, 4), ["none"])
 
@@ -483,7 +483,7 @@ def test_what_cannot_be_measured_is_refused(measure, options, changes, message):
         ("plan", {"share": math.inf}, "share: expected a finite number above 0, got inf"),
         ("plan", {"candidates": []}, "candidates: expected a Candidate or several, got none"),
         ("plan", {"candidates": [{"bits": 2}]}, "expected instances of fewbit.Candidate, got dict"),
-        ("plan", {"candidates": [Candidate("a", 4, {"layers": {"copies": 3}})]}, "candidates: a, 4 bits, layers=.*: layers: expected 1 or 2 for copies, got 3"),
+        ("plan", {"candidates": [Candidate("a", 4, {"layers": {"copies": 3}})]}, "candidates: a, 4 bits, layers=.*: layers: copies: expected 1 or 2, got 3"),
         ("plan", {"candidates": [Candidate("a", 4, {"bit": 2})]}, "candidates: a, 4 bits, bit=2: .*unexpected keyword"),
         ("plan", {"candidates": [Candidate("a", 2, {"bogus": 1}, "compile")]}, "candidates: a, 2 bits, bogus=1: .*'bogus'"),
         ("plan", {"candidates": [Candidate("a", 2, {"backend": name}, "compile") for name in ("aot_eager", "inductor")]}, "the same arguments of torch.compile in all with the method compile, got {'backend': 'aot_eager'} and {'backend': 'inductor'}"),
@@ -623,7 +623,7 @@ def test_command_with_a_model_by_name():
         (["resnet19"], "unknown model 'resnet19': did you mean resnet18"),
         (["resnet18", "--size", "8"], "expected an image size of 64 to 8192 pixels, got 8"),
         (["resnet18", "-o", "plan.txt"], "plan.txt: expected a file name that ends in .json"),
-        (["resnet18", "--policy", "none"], "expected one of fixed, shared, error-bound, pre-activation, recompute-linear, everything, cross-entropy, compile, activations for"),
+        (["resnet18", "--policy", "none"], "policy: expected one of fixed, shared, error-bound, pre-activation, recompute-linear, everything, cross-entropy, compile, activations, got"),
         (["{own}:wrong"], "expected it to return (model, batch, loss), got tuple of 2"),
         (["{own}:missing"], "has no attribute 'missing'"),
         (["{own}:setting", "--batch", "3"], "--batch: expected the name of a model with it"),

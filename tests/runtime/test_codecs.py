@@ -279,7 +279,7 @@ def test_bad_seeds(seed, said):
 
 def test_names():
     assert all(value.name == name for name, value in CODECS.items())
-    with pytest.raises(InputError, match="expected quant, .* for a codec, got 'gzip'"):
+    with pytest.raises(InputError, match="codec: expected quant, .*, got 'gzip'"):
         codec("gzip")
 
 

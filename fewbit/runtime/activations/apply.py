@@ -226,7 +226,7 @@ def _refuse(x, function: str) -> None:
 
 def _refuse_inplace(inplace, function: str) -> None:
     hint = f"; bits are given by name, as {function}(x, bits=3)" * isinstance(inplace, int)
-    raise InputError(f"expected False or True for inplace, got {shorten(inplace)}{hint}")
+    raise InputError(f"inplace: expected False or True, got {shorten(inplace)}{hint}")
 
 
 def _autocast(x, function: str):

@@ -9,16 +9,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fewbit.catalog import store
-from fewbit.errors import FunctionError
+from fewbit.errors import FunctionError, TableError
 from fewbit.runtime.activations.tables import DEFAULT, text_of
 from fewbit.runtime.interop.bypass import bypass
 from fewbit.runtime.interop.closures import contents
 from fewbit.runtime.interop.compiler_constants import constant
 from fewbit.runtime.interop.tensor_kinds import is_abstract
-from fewbit.table import Table
+from fewbit.table import Table, describe_function
 
 
 @constant
@@ -38,14 +39,13 @@ def callable_encoding_text(
             of the callable needs a gradient. If not (while compiling, in transforms, with fake tensors), this function
             calls the callable every time to make the check.
     """
-    if table is not None:
-        if not is_plain:
-            _probe(function, device, dtype)
-        return text_of(table)
-    key = _identity(function), bits, device, dtype
+    key = _identity(function), bits if table is None else table, device, dtype
     solved = _solved.get(key)
     if solved is None:
-        table = _apart(device, _solve, function, bits, device, dtype)
+        if table is None:
+            table = _apart(device, _solve, function, bits, device, dtype)
+        else:
+            _apart(device, _check, function, table, device, dtype)
         solved = _Solved(function, _used(function), table)
         _remember(key, solved)
     elif not is_plain:
@@ -61,6 +61,23 @@ def _solve(function, bits, device, dtype) -> Table:
             f"{name_of(function)}: expected a callable that gives finite values, the same at every call, got others"
         )
     return store.load_table(function, bits, **DEFAULT)
+
+
+def _check(function, table: Table, device, dtype) -> None:
+    """Raise TableError if a table is known to be that of another function, up to a constant."""
+    values = _probe(function, device, dtype)
+    if table.activation is None or is_abstract(values):
+        return
+    found = values.detach().cpu().double().numpy()
+    expected = table.activation.value(_points(device, dtype).cpu().double().numpy())
+    difference = found - expected
+    is_known = np.isfinite(difference)
+    limit = _TOLERANCE * (1 + np.abs(expected[is_known]))
+    difference = difference[is_known]
+    if difference.size and (np.abs(difference - np.median(difference)) > limit).any():
+        raise TableError(
+            f"table: expected a table of {name_of(function)}, got one of {describe_function(table)}"
+        )
 
 
 def _apart(device: torch.device, function, *args):
@@ -116,6 +133,8 @@ _solved: dict[tuple, _Solved] = {}
 _lock = threading.Lock()
 _MOST_SOLVED = 256
 _POINTS = 64
+_TOLERANCE = 0.02
+"""The relative difference up to which two functions are the same, such as GELU and its approximation by tanh in bfloat16."""
 
 
 def _identity(function) -> tuple:
@@ -159,11 +178,14 @@ def _probe(function, device, dtype) -> torch.Tensor:
     Raises:
         FunctionError: a parameter of the callable needs a gradient.
     """
-    points = torch.linspace(-9.7, 9.9, _POINTS, dtype=dtype, device=device)
     with torch.enable_grad(), bypass():
-        values = function(points)
+        values = function(_points(device, dtype))
     check_result(function, values)
     return values
+
+
+def _points(device, dtype) -> torch.Tensor:
+    return torch.linspace(-9.7, 9.9, _POINTS, dtype=dtype, device=device)
 
 
 def _are_equal(values, others) -> bool:

@@ -81,7 +81,9 @@ def _given(function, parameters, table) -> Encoding:
     wanted = _function(function, parameters)
     if (table.function, table.parameters) != (wanted.name, dict(wanted.parameters)):
         expected = describe(wanted.name, wanted.parameters)
-        raise TableError(f"expected a table of {expected}, got one of {describe_function(table)}")
+        raise TableError(
+            f"table: expected a table of {expected}, got one of {describe_function(table)}"
+        )
     return Encoding.of(table)
 
 
@@ -96,7 +98,7 @@ def check_choice(bits, table) -> None:
     check_bits(bits)
     if table is not None and not isinstance(table, Table):
         raise TableError(
-            f"expected a fewbit.Table for table=, got {type(table).__name__}; "
+            f"table: expected a fewbit.Table, got {type(table).__name__}; "
             "a table is a constant and takes no gradient"
         )
 

@@ -29,7 +29,7 @@ DEFAULT = "quant"
 def codec(name: str) -> Codec:
     """Return the codec named `name`. Raises InputError if there is none."""
     if not isinstance(name, str) or name not in CODECS:
-        raise InputError(f"expected {', '.join(CODECS)} for a codec, got {name!r}")
+        raise InputError(f"codec: expected {', '.join(CODECS)}, got {name!r}")
     return CODECS[name]
 
 

@@ -82,7 +82,7 @@ class Offload:
     def __init__(self, least: int = LEAST_BYTES, ahead: int = AHEAD, transfers=None):
         for name, value in (("least", least), ("ahead", ahead)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise InputError(f"expected an integer of at least 0 for {name}, got {value!r}")
+                raise InputError(f"{name}: expected an integer of at least 0, got {value!r}")
         self.least, self.ahead = least, ahead
         self.bytes_out = 0  # moved to the host so far
         self.bytes_back = 0  # copied back to devices so far

@@ -161,7 +161,11 @@ class FakeCuda(TorchDispatchMode):
         name = func.overloadpacket.__name__
         inputs = _tensors((args, kwargs))
         is_here = any(map(self.has, inputs)) if device is None else device.type == "cuda"
-        result = func(*args, **kwargs)
+        self._is_in_kernel = func.namespace == "prims"  # whose Python is one kernel on a device
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._is_in_kernel = False
         if name in ("copy_", "_to_copy"):
             is_new = name == "_to_copy"
             target, source = (result, args[0]) if is_new else args[:2]

@@ -87,6 +87,60 @@ def dpo(folder, callback, with_lora=False, **arguments):
     )
 
 
+def online(folder, name, callback, with_lora, **arguments):
+    """Return a GRPOTrainer or RLOOTrainer, which generates texts and compares log-probabilities with a reference model's."""
+    import trl
+    from datasets import Dataset
+
+    # Without adapters, the trainer loads the reference model from the model's folder.
+    start = llama()
+    start.save_pretrained(folder / "model")
+    model = type(start).from_pretrained(folder / "model")
+    options = {**OPTIONS, "num_generations": 2, "max_completion_length": 8, "beta": 0.1}
+    return getattr(trl, f"{name}Trainer")(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len({*text})) for text in completions],
+        args=getattr(trl, f"{name}Config")(str(folder), **{**options, **arguments}),
+        train_dataset=Dataset.from_dict({"prompt": lines(16, 10, 1)}),
+        processing_class=tokenizer(),
+        peft_config=lora() if with_lora else None,
+        callbacks=[callback],
+    )
+
+
+@pytest.mark.parametrize("with_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "bits", [fewbit.AdaptiveBits(2, interval=2), fewbit.ErrorBound(interval=2)], ids=repr
+)
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_passes_without_gradient_do_not_advance_the_policy(name, bits, with_lora, tmp_path):
+    """The trainers generate, and compute log-probabilities of the old policy and of the reference, by the trained model."""
+    callback = FewbitCallback(bits, **QUIET)
+    run = online(tmp_path, name, callback, with_lora, max_steps=4, num_iterations=2)
+    counts, before = {True: 0, False: 0}, []
+
+    def state():
+        return callback.controller and callback.controller.state_dict()
+
+    def begin(model, args):
+        before.append(state())
+
+    def end(model, args, result):
+        with_grad = torch.is_grad_enabled()
+        counts[with_grad] += 1
+        first = before.pop()
+        assert with_grad or state() == first
+
+    inner = run.model.get_base_model() if with_lora else run.model  # which generates
+    inner.register_forward_pre_hook(begin)
+    inner.register_forward_hook(end)
+    start = weights(run.model)
+    run.train()
+    assert run.state.global_step == 4 and weights(run.model) != start
+    assert counts[True] == 4 and counts[False] >= 8
+    assert callback.controller.state_dict()["schedule"]["step"] == counts[True]
+
+
 @pytest.mark.parametrize("with_lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("make", [sft, dpo])
 def test_a_trainer_saves_several_times_fewer_bytes(make, with_lora, tmp_path):

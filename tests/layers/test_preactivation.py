@@ -175,7 +175,10 @@ def test_refusals():
     for options, text in (
         ({"layers": {"copies": 2}}, f"layers: {copies}, got 2"),
         ({"overrides": {"0": {"copies": 2}}}, f"overrides.*: {copies}"),
-        ({"layers": {"attention_bits": 1.5}}, "layers: expected a whole number from 1 to 8"),
+        (
+            {"layers": {"attention_bits": 1.5}},
+            "layers: attention_bits: expected a whole number from 1 to 8",
+        ),
     ):
         model = nn.Sequential(norm, linear)
         with pytest.raises(InputError, match=text):
@@ -436,7 +439,7 @@ def test_depths_count_layers(depth):
         model = PreActivationResNet(depth)
     layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     assert len(layers) == depth
-    with pytest.raises(InputError, match="expected 9 n \\+ 2 for depth"):
+    with pytest.raises(InputError, match="depth: expected 9 n \\+ 2, got"):
         PreActivationResNet(depth - 1)
 
 

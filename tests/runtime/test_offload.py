@@ -478,7 +478,7 @@ def test_a_change_in_place_is_found(late):
 @pytest.mark.parametrize("value", [-1, 2.0, "2", True, None])
 def test_bad_settings(name, value):
     with pytest.raises(
-        InputError, match=f"expected an integer of at least 0 for {name}, got {value!r}"
+        InputError, match=f"{name}: expected an integer of at least 0, got {value!r}"
     ):
         Offload(**{name: value})
 

@@ -149,7 +149,7 @@ def test_groups_that_are_too_large_are_refused(backend, kind):
     seed, widths = seed.to(backend.device), torch.tensor([2, 3], dtype=torch.uint8)
     packed, ranges = quantizer_ops.quantize(x, seed, 2, 256, kind=kind)
     place = x.shape, x.stride(), x.dtype
-    message = f"^expected at most 256 for group_size with {kind} copies, got 288$"
+    message = f"^group_size with {kind} copies: expected at most 256, got 288$"
     for call in (
         lambda: quantizer_ops.quantize(x, seed, 2, 288, kind=kind),
         lambda: quantizer_ops.quantize_op(x, x.stride(), seed, 2, 288, kind),
@@ -165,7 +165,7 @@ def test_groups_that_are_too_large_are_refused(backend, kind):
 
 
 def test_layers_refuse_large_groups():
-    message = "expected at most 256 for group_size with rotated copies, got 288$"
+    message = "group_size with rotated copies: expected at most 256, got 288$"
     with pytest.raises(InputError, match=f"^{message}"):
         fewbit.nn.Linear(4, 4, group_size=288, quantizer="rotated")
     settings = fewbit.LayerSettings(group_size=288, quantizer="rotated")

@@ -45,6 +45,8 @@ _HOME = {
     "Candidate": "fewbit.planning.candidates",
     "fits": "fewbit.planning.fits",
     "Fit": "fewbit.planning.fit",
+    "fit_": "fewbit.fitting.fit",
+    "FastestFit": "fewbit.fitting.result",
     "FewbitError": "fewbit.errors",
     "FunctionError": "fewbit.errors",
     "WeightError": "fewbit.errors",

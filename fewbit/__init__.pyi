@@ -41,6 +41,8 @@ from fewbit.errors import OutputExistsError as OutputExistsError
 from fewbit.errors import SolveError as SolveError
 from fewbit.errors import TableError as TableError
 from fewbit.errors import WeightError as WeightError
+from fewbit.fitting.fit import fit_ as fit_
+from fewbit.fitting.result import FastestFit as FastestFit
 from fewbit.nn import CELU as CELU
 from fewbit.nn import ELU as ELU
 from fewbit.nn import GELU as GELU

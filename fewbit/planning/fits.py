@@ -85,7 +85,7 @@ def fits(
         raise InputError(
             f"optimizer: expected a class, a function or an optimizer, got {shorten(optimizer)}"
         )
-    capacity = _capacity_of(device)
+    capacity = capacity_of(device)
     on_gpu = _is_gpu(device, model)
     arms = [_Arm(setting) for setting in _given(settings, model)]
     size = size_of(batch)
@@ -249,15 +249,20 @@ def _given(settings, model: nn.Module) -> list:
 # -- The device ------------------------------------------------------------------------------------------------
 
 
-def _capacity_of(device) -> int | None:
-    """Return the bytes of the argument `device`."""
+def capacity_of(device, name: str = "device") -> int | None:
+    """Return the bytes of an argument that is a size, a number of bytes or a device; None for None.
+
+    Args:
+        device: the value of the argument.
+        name: the name of the argument, for messages.
+    """
     if device is None:
         return None
     is_number = isinstance(device, int | float) and not isinstance(device, bool)
     if is_number and float(device).is_integer():
         if device < LEAST_BYTES:
             raise InputError(
-                f"device: expected a size such as '24 GiB', or at least {LEAST_BYTES:,} bytes, got {device}"
+                f"{name}: expected a size such as '24 GiB', or at least {LEAST_BYTES:,} bytes, got {device}"
             )
         return int(device)
     if isinstance(device, str) and device[:1].isalpha():
@@ -265,16 +270,16 @@ def _capacity_of(device) -> int | None:
             device = torch.device(device)
         except RuntimeError as error:
             raise InputError(
-                f"device: expected a size such as '24 GiB' or a device, got {shorten(device)}"
+                f"{name}: expected a size such as '24 GiB' or a device, got {shorten(device)}"
             ) from error
     if isinstance(device, str):
         try:
             return parse_size(device)
         except FewbitError as error:
-            raise InputError(f"device: {error}") from None
+            raise InputError(f"{name}: {error}") from None
     if not isinstance(device, torch.device):
         raise InputError(
-            f"device: expected a size such as '24 GiB', a torch.device or None, got {shorten(device)}"
+            f"{name}: expected a size such as '24 GiB', a torch.device or None, got {shorten(device)}"
         )
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -282,7 +287,7 @@ def _capacity_of(device) -> int | None:
         return torch.get_device_module(device).get_device_properties(device).total_memory
     except Exception as error:
         raise InputError(
-            f"device: expected a device of this machine with a known memory, got {device} ({one_line(error)}); give "
+            f"{name}: expected a device of this machine with a known memory, got {device} ({one_line(error)}); give "
             "a size such as '24 GiB'"
         ) from error
 

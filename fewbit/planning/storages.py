@@ -121,6 +121,17 @@ class StorageTracker(FakeTensorMode):
         self._before = [storage for _, storage in self._living.values()]
 
     @property
+    def events(self) -> list[tuple[Storage, int]]:
+        """The allocations and releases since `start`: (storage, bytes, negative for a release)."""
+        return self._events
+
+    def keys_of(self, values: Iterable) -> list[Storage]:
+        """Return the recorded storages of those values that are tensors."""
+        storages = [storage for storage in map(_storage_of, values) if storage is not None]
+        known = [self._living.get(storage._cdata) for storage in storages]
+        return [entry[1] for entry in known if entry is not None]
+
+    @property
     def moment(self) -> int:
         """The number of allocations and releases since `start`."""
         return len(self._events)

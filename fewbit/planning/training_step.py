@@ -67,6 +67,12 @@ class FakeTraining:
         optimizer: a class or function that makes an optimizer from a list of parameters; or an optimizer of the model.
         on_gpu: whether torch's optimizers and attention take the memory that they take on a GPU (`as_on_gpu`).
 
+    Attributes:
+        tracker: the mode that records the storages.
+        model: the copy of the model.
+        state_bytes, update_peak: after `step`, the bytes of the optimizer's state, and the most bytes that existed during
+            the optimizer's step.
+
     Raises:
         InputError: the model or the optimizer cannot be copied, or the optimizer cannot be made.
     """
@@ -79,10 +85,10 @@ class FakeTraining:
         optimizer,
         on_gpu: bool,
     ):
-        self._tracker = StorageTracker()
+        self.tracker = StorageTracker()
         self._loss = loss_of_output if loss is None else loss
         self._on_gpu = on_gpu
-        memo = _fakes(model, self._tracker)
+        memo = _fakes(model, self.tracker)
         self.device = next(iter(memo.values())).device
         copies = dict(memo)
         try:
@@ -93,7 +99,7 @@ class FakeTraining:
             ) from error
         convert(self.model)
         self._optimizer = _optimizer_of(optimizer, self.model, copies, on_gpu)
-        self._tracker.claim([*self.model.parameters(), *self.model.buffers()], PARTS[0])
+        self.tracker.claim([*self.model.parameters(), *self.model.buffers()], PARTS[0])
 
     def step(self, batch) -> StepMemory:
         """Run one training step. In the first step, the optimizer makes its state.
@@ -104,12 +110,14 @@ class FakeTraining:
         Raises:
             InputError: the step cannot run on fake tensors, or the loss is not a scalar that depends on the model.
         """
-        tracker = self._tracker
+        tracker = self.tracker
         with self._passes(batch) as (saved, backward):
             gradients, update, before = tracker.total("gradients"), tracker.moment, tracker.total()
             self._update()
             tracker.claim(tree_leaves(list(self._optimizer.state.values())), "optimizer")
-            self._growth = tracker.peak(update).size - before
+            self.state_bytes = tracker.total("optimizer")
+            self.update_peak = tracker.peak(update).size
+            self._growth = self.update_peak - before
             peak = tracker.peak()
         phase = PHASES[(peak.moment > backward) + (peak.moment > update)]
         parts = {part: peak.parts.get(part, 0) for part in PARTS}
@@ -135,15 +143,32 @@ class FakeTraining:
             size: the size of dimension `dim` in place of that of the batch.
         """
         with self._passes(batch, dim, size):
-            return max(self._tracker.peak().size, self._tracker.total() + self._growth)
+            return max(self.tracker.peak().size, self.tracker.total() + self._growth)
+
+    def events(self, batch, at_loss: Callable[[], None]) -> list[tuple]:
+        """Run a forward and a backward pass, and return the allocations and releases, as `StorageTracker.events`.
+
+        Args:
+            batch: as in `step`.
+            at_loss: called between the two passes.
+        """
+        with self._passes(batch, at_loss=at_loss):
+            return list(self.tracker.events)
+
+    def forward(self, batch, mode) -> None:
+        """Run a forward pass within a dispatch mode, such as torch's counter of operations."""
+        with self.tracker, as_on_gpu(self._on_gpu), torch.enable_grad(), _refusing_values():
+            fake = _fake_batch(batch, 0, None, self.device)
+            with mode:
+                self._loss(self.model, fake)
 
     @contextmanager
-    def _passes(self, batch, dim: int = 0, size: int | None = None):
+    def _passes(self, batch, dim: int = 0, size: int | None = None, at_loss=lambda: None):
         """Return a context manager that runs a forward and a backward pass, and enters the mode of fake tensors.
 
         It yields the bytes that the forward pass leaves, and the moment at which the backward pass starts.
         """
-        tracker = self._tracker
+        tracker = self.tracker
         self.model.zero_grad(set_to_none=True)
         tracker.start()
         with tracker, as_on_gpu(self._on_gpu), torch.enable_grad(), _refusing_values():
@@ -153,6 +178,7 @@ class FakeTraining:
             _check_loss(value, self.model)
             tracker.claim_transient("saved")
             saved, backward = tracker.total("saved"), tracker.moment
+            at_loss()
             value.backward()
             tracker.claim([each.grad for each in self.model.parameters()], "gradients")
             yield saved, backward

@@ -17,12 +17,14 @@ TABLE = "fewbit.table/1"
 TABLES = "fewbit.tables/1"
 VARIANCE_PROFILE = "fewbit.variance_profile/1"
 PLAN = "fewbit.plan/3"
+FIT = "fewbit.fit/1"
 
 FILES = {
     TABLE: "table-1.json",
     TABLES: "tables-1.json",
     VARIANCE_PROFILE: "variance_profile-1.json",
     PLAN: "plan-3.json",
+    FIT: "fit-1.json",
 }
 
 

@@ -1,0 +1,87 @@
+"""The blocks of a model: the repeated modules that `fewbit.fit_` gives options of their own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from fewbit.errors import InputError
+from fewbit.runtime.interop.module_calls import class_of
+from fewbit.text import shorten
+
+_CONTAINERS = nn.Sequential, nn.ModuleList
+
+
+def find_blocks(model: nn.Module, which: str | Iterable[str] | None = None) -> dict[str, nn.Module]:
+    """Return {path: module} of the blocks of a model. No block is inside another one.
+
+    A list of modules (`nn.ModuleList`, `nn.Sequential`) has blocks if at least two of its modules have parts of their own;
+    in a Sequential, two of these have to be of one class. A list inside a list, or inside a module whose class is called
+    a stage, is a list of blocks by itself.
+
+    Args:
+        model: the model.
+        which: glob patterns of the paths of blocks in place of this rule, or None.
+
+    Raises:
+        InputError: a pattern matches no module.
+    """
+    if which is not None:
+        return _named(model, which)
+    found: dict[str, nn.Module] = {}
+    _search(model, "", found)
+    return found
+
+
+def _search(module: nn.Module, path: str, found: dict) -> None:
+    """Add the blocks inside a module."""
+    children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
+    if not (isinstance(module, _CONTAINERS) and _is_repeated(module)):
+        for inner, child in children:
+            _search(child, inner, found)
+        return
+    for inner, child in children:
+        if not _has_parts(child):
+            continue
+        deeper: dict[str, nn.Module] = {}
+        if isinstance(child, _CONTAINERS) or "stage" in class_of(child).__name__.lower():
+            _search(child, inner, deeper)
+        if deeper:
+            found |= deeper
+        elif not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found[inner] = child
+
+
+def _is_repeated(container: nn.Module) -> bool:
+    classes = [class_of(child) for child in container.children() if _has_parts(child)]
+    least = 2 if isinstance(container, nn.ModuleList) else max(Counter(classes).values(), default=0)
+    return len(classes) >= 2 and least >= 2
+
+
+def _has_parts(module: nn.Module) -> bool:
+    """Return whether a module has modules of its own, and parameters."""
+    return next(module.children(), None) is not None and next(module.parameters(), None) is not None
+
+
+def _named(model: nn.Module, which) -> dict[str, nn.Module]:
+    patterns = (which,) if isinstance(which, str) else tuple(which)
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise InputError(f"blocks: expected globs of module paths, got {shorten(pattern)}")
+        matching = {
+            path: module
+            for path, module in model.named_modules()
+            if path and fnmatchcase(path, pattern)
+        }
+        if not matching:
+            raise InputError(f"blocks: expected a glob that matches a module, got {pattern!r}")
+        found |= matching
+    outer = {}
+    for path, module in model.named_modules():
+        if path in found and not any(path.startswith(f"{other}.") for other in outer):
+            outer[path] = module
+    return outer

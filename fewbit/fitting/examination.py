@@ -1,0 +1,394 @@
+"""The examination of a model: bytes, seconds and error of every option of every block, measured in training steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fewbit.analysis.gradients import difference
+from fewbit.analysis.progress import StepsProgress
+from fewbit.errors import FewbitError, InputError
+from fewbit.fitting.blocks import find_blocks
+from fewbit.fitting.choose import Part
+from fewbit.fitting.costs import costs_of
+from fewbit.fitting.settings import (
+    EXACT,
+    OFFLOADED,
+    OPTIONS,
+    RECOMPUTED,
+    REST,
+    Option,
+    Settings,
+    everywhere,
+)
+from fewbit.fitting.steps import FakeSteps, OptimizerBytes, RealSteps
+from fewbit.fitting.timeline import ENTER, PartBytes
+from fewbit.fitting.watching import watched
+from fewbit.runtime.interop.module_calls import class_of
+from fewbit.runtime.saved.context import measuring
+
+ROUNDS = 3
+"""The number of times that the step of each setting is timed."""
+LONGEST = 90.0
+"""The seconds after which no further round begins."""
+PROBES = 4
+"""The number of blocks in which the error of an option is measured alone, to divide the error of all blocks among them."""
+ALIKE = 0.02
+"""The relative difference of saved bytes up to which blocks of one class are taken for alike."""
+TIMED_BITS = 4
+"""The bits whose time is measured. Those of others follow from the costs of the device."""
+EXACT_ARM = "blocks", EXACT
+TIMED = EXACT_ARM, ("blocks", Option(TIMED_BITS)), ("blocks", RECOMPUTED), ("rest", TIMED_BITS)
+"""The keys of the settings whose steps are timed."""
+COARSE, COARSE_INPUT = Option(2), Option(None, True, 8)
+"""The options with which the errors of single blocks are measured."""
+
+
+@dataclass
+class Measurement:
+    """The measurements of a training step with some settings.
+
+    Attributes:
+        bytes: the bytes of the parts of the step.
+        seconds: the time of a forward and a backward pass.
+        error: |g^ - g|^2 / |g|^2, with the exact gradient g and the gradient g^ with the settings.
+    """
+
+    bytes: PartBytes
+    seconds: float = 0.0
+    error: float = 0.0
+
+
+@dataclass
+class Examination:
+    """What is known of a model and a batch.
+
+    Attributes:
+        paths: the paths of the blocks in the order in which the forward pass calls them.
+        failing: the settings with which a step raises an error.
+        repeated: the paths of modules that would be blocks, but are not called exactly once.
+        options: the options of the blocks.
+        uniform: {option: the measurement with this option in all blocks}.
+        rest: {bits: the measurement with exact blocks and these bits in the rest}, with None for exact.
+        forward: the forward times of the blocks in seconds, (blocks,).
+        shares: {COARSE or COARSE_INPUT: the shares of the blocks in the error of this option, (blocks,)}.
+        optimizer: the bytes of the optimizer.
+        update: the bytes that exist during the optimizer's step.
+        steps: the object that runs steps.
+        is_measured: whether seconds and errors are measured. If not, seconds are computed from costs, and errors are 0.
+    """
+
+    paths: list[str]
+    repeated: list[str]
+    failing: list[Settings]
+    options: tuple[Option, ...]
+    uniform: dict[Option, Measurement]
+    rest: dict[int | None, Measurement]
+    forward: np.ndarray
+    shares: dict[Option, np.ndarray]
+    optimizer: OptimizerBytes
+    update: int
+    steps: RealSteps | FakeSteps
+    is_measured: bool
+
+    @property
+    def exact(self) -> Measurement:
+        """The measurement of the exact model."""
+        return self.uniform[EXACT]
+
+    def parts(self, rest: int | None) -> list[Part]:
+        """Return the parts of a step for the solver, with some bits in the rest of the model."""
+        of_rest = self.rest[rest]
+        added = of_rest.seconds - self.exact.seconds, of_rest.error
+        gaps, blocks = range(len(self.paths) + 1), range(len(self.paths))
+        found: list[Part] = []
+        for gap in gaps:
+            saved, peak = of_rest.bytes.saved[2 * gap], of_rest.bytes.alone[2 * gap]
+            # The time and the error of the rest are those of one part, because they are chosen together.
+            seconds, error = added if gap == 0 else (0.0, 0.0)
+            found.append(Part(*(np.array([float(v)]) for v in (saved, peak, seconds, error))))
+            if gap in blocks:
+                found.append(self._block(gap))
+        return found
+
+    def _block(self, block: int) -> Part:
+        place = 2 * block + 1
+        saved = [self.uniform[option].bytes.saved[place] for option in self.options]
+        peak = [self.uniform[option].bytes.alone[place] for option in self.options]
+        seconds = [self._seconds(option, block) for option in self.options]
+        error = [self._error(option, block) for option in self.options]
+        return Part(*(np.array(values, dtype=float) for values in (saved, peak, seconds, error)))
+
+    def _seconds(self, option: Option, block: int) -> float:
+        """Return the part of a block in the time that an option adds to the step."""
+        added = self.uniform[option].seconds - self.exact.seconds
+        if option.is_recomputed:
+            shares = self.forward
+        else:
+            shares = self.exact.bytes.saved[1::2] - self.uniform[option].bytes.saved[1::2]
+        shares = np.maximum(shares, 0.0)
+        total = shares.sum()
+        return added * (shares[block] / total if total else 1 / len(shares))
+
+    def _error(self, option: Option, block: int) -> float:
+        kind = COARSE_INPUT if option.bits is None else COARSE
+        shares = self.shares.get(kind)
+        share = 1 / len(self.paths) if shares is None else shares[block]
+        return max(self.uniform[option].error, 0.0) * share
+
+    def peak(self, settings: Settings) -> int:
+        """Run a step with these settings, and return the most bytes that exist, with the optimizer's step."""
+        bytes_ = self.steps.timeline(settings).bytes_of(list(range(len(self.paths))))
+        return int(max(bytes_.peak.max(), self.update))
+
+
+def examine(
+    model: nn.Module,
+    sample,
+    loss,
+    memory: OptimizerBytes,
+    *,
+    accumulates: bool = False,
+    which=None,
+    is_real: bool = True,
+    progress: bool = True,
+) -> Examination:
+    """Measure every option of every block of a model. The model is changed in place, and restored by the caller.
+
+    Args:
+        model: the model in training mode, without conversion.
+        sample: the batch.
+        loss: called as loss(model, batch), or None.
+        memory: the bytes of the optimizer.
+        accumulates: whether gradients exist before the step.
+        which: glob patterns of the blocks, or None.
+        is_real: whether steps may run on the model itself, if its tensors are real.
+        progress: whether to show the progress.
+    """
+    parameters = list(model.parameters())
+    device = parameters[0].device
+    is_real = is_real and not any(p.is_meta or isinstance(p, FakeTensor) for p in parameters)
+    here = torch.device("cpu") if device.type == "meta" else device
+    blocks = find_blocks(model, which)
+
+    def steps_for(paths):
+        arguments = sample, loss, memory.state, accumulates
+        if is_real:
+            return RealSteps(model, [blocks[path] for path in paths], *arguments)
+        return FakeSteps(model, paths, *arguments, is_gpu(device), memory.gradients)
+
+    paths = list(blocks)
+    calls = steps_for(paths).timeline(everywhere(paths, EXACT)).calls()
+    counts = Counter(calls)
+    order = [paths[number] for number in calls if counts[number] == 1]
+    repeated = [path for number, path in enumerate(paths) if counts[number] > 1]
+    steps = steps_for(order)
+    options = (*OPTIONS, *(OFFLOADED if device.type == "cuda" else ())) if order else (EXACT,)
+    arms = {("blocks", option): everywhere(order, option) for option in options}
+    arms |= {("rest", bits): everywhere(order, EXACT, bits) for bits in REST[1:]}
+    bar = StepsProgress("fit_", progress)
+    probes = 2 * min(PROBES, len(order)) if is_real else 0
+    count = len(arms) + len(TIMED) * ROUNDS * is_real + probes
+    done = partial(bar.step, count)
+    found: dict = {}
+    numbers = list(range(len(order)))
+    with bar.shown():
+        if is_real:
+            forward, shares = _measure(steps, arms, found, order, done)
+        else:
+            for key, settings in arms.items():
+                found[key] = Measurement(steps.timeline(settings).bytes_of(numbers))
+                done()
+            forward, shares = steps.forward_seconds(costs_of(here)), {}
+    exact = found[EXACT_ARM]
+    options = tuple(option for option in options if ("blocks", option) in found)
+    failing = [settings for key, settings in arms.items() if key not in found]
+    uniform = {option: found["blocks", option] for option in options}
+    rest = {None: exact} | {
+        bits: found["rest", bits] for bits in REST[1:] if ("rest", bits) in found
+    }
+    update = memory.update(sample)
+    examination = Examination(
+        order,
+        repeated,
+        failing,
+        options,
+        uniform,
+        rest,
+        forward,
+        shares,
+        memory,
+        update,
+        steps,
+        is_real,
+    )
+    examination.forward = _pooled(examination, blocks)
+    _fill_in(examination, here)
+    return examination
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Return whether the optimizer and attention take the memory that they take on a GPU."""
+    return device.type not in ("cpu", "meta")
+
+
+# -- Measuring -------------------------------------------------------------------------------------------------
+
+
+def _measure(steps: RealSteps, arms, found, paths, done) -> tuple[np.ndarray, dict]:
+    """Measure bytes, errors and seconds. Return the forward times of the blocks, and their shares in errors."""
+    numbers, exact, square = list(range(len(paths))), None, 1.0
+    times: dict = {key: [] for key in TIMED if key in arms}
+    forward: list[np.ndarray] = []
+
+    def added_error():
+        total = _squared(difference(steps.gradient, exact)) / square
+        steps.gradient = None
+        return total
+
+    for key, settings in arms.items():
+        try:
+            timeline = steps.timeline(settings, always=True)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except (RuntimeError, FewbitError):
+            if key == EXACT_ARM:
+                raise
+            times.pop(key, None)
+            continue  # the model cannot train with this option
+        found[key] = Measurement(timeline.bytes_of(numbers))
+        if exact is None:
+            exact, square = steps.gradient, _squared(steps.gradient)
+            if not square > 0 or not np.isfinite(square):
+                raise InputError(
+                    f"loss: expected a gradient that is finite and not 0, got |g|^2 = {square}"
+                )
+        is_exact = settings.rest is None and key[1] in (EXACT, RECOMPUTED)
+        found[key].error = 0.0 if is_exact else added_error()
+        done()
+    arms[EXACT_ARM].apply(steps.model)
+    _timed(steps)
+    start = time.perf_counter()
+    for number in range(ROUNDS):
+        if number and time.perf_counter() - start > LONGEST:
+            break
+        for key in times:
+            arms[key].apply(steps.model)
+            # From the second pass on, layers make some copies in the same pass as activations.
+            _timed(steps)
+            seconds, blocks = _timed(steps)
+            times[key].append(seconds)
+            if key == EXACT_ARM:
+                forward.append(blocks)
+            done()
+    least = min(times[EXACT_ARM])  # other programs only add time
+    for key, values in times.items():
+        found[key].seconds = least + _added_seconds(values, times[EXACT_ARM])
+    shares = {}
+    probed = np.unique(np.linspace(0, len(paths) - 1, min(PROBES, len(paths))).round().astype(int))
+    for option in (COARSE, COARSE_INPUT) if paths else ():
+        alone = []
+        for block in probed:
+            steps.timeline(
+                Settings({**dict.fromkeys(paths, EXACT), paths[block]: option}), always=True
+            )
+            alone.append(added_error())
+            done()
+        values = np.interp(numbers, probed, alone)
+        total = values.sum()
+        shares[option] = values / total if total > 0 else np.full(len(paths), 1 / len(paths))
+    return np.min(forward, 0), shares
+
+
+def _added_seconds(values: list[float], exact: list[float]) -> float:
+    """Return the median difference of two series of times that were measured in turns, at least 0.
+
+    An option that seems to be faster than the exact model most likely owes this to other programs.
+    """
+    return max(median(a - b for a, b in zip(values, exact, strict=True)), 0.0)
+
+
+def _timed(steps: RealSteps) -> tuple[float, np.ndarray]:
+    """Return the seconds of a step, and those of the forward passes of the blocks."""
+    begun, seconds = {}, np.zeros(len(steps.blocks))
+
+    def mark(kind, block, _):
+        steps.wait()
+        if kind == ENTER:
+            begun[block] = time.perf_counter()
+        elif block in begun:
+            seconds[block] = time.perf_counter() - begun.pop(block)
+
+    with measuring():
+        steps.wait()
+        start = time.perf_counter()
+        with watched(steps.blocks, mark):
+            steps.measured.gradient(steps.sample, 0)
+        steps.wait()
+        return time.perf_counter() - start, seconds
+
+
+def _squared(gradient) -> float:
+    return float(sum(part.double().square().sum().item() for part in gradient))
+
+
+def _pooled(examination: Examination, blocks: dict[str, nn.Module]) -> np.ndarray:
+    """Return the forward times, with the median of alike blocks in place of the time of each."""
+    alike: dict[tuple, list[int]] = {}
+    saved = examination.exact.bytes.saved[1::2]
+    for number, path in enumerate(examination.paths):
+        key = class_of(blocks[path]), round(math.log(max(saved[number], 1.0)) / ALIKE)
+        alike.setdefault(key, []).append(number)
+    found = examination.forward.copy()
+    for numbers in alike.values():
+        found[numbers] = np.median(found[numbers])
+    return found
+
+
+# -- Seconds of options that are not timed ----------------------------------------------------------------------
+
+
+def _fill_in(examination: Examination, device: torch.device) -> None:
+    """Compute the seconds of options that were not timed, from those that were, and from the costs of the device."""
+    costs = costs_of(device)
+    exact, forward = examination.exact, float(examination.forward.sum())
+    uniform = examination.uniform
+    if not examination.is_measured:
+        exact.seconds = 3 * forward
+
+    def of_bits(bits: int, option: Measurement, timed: Measurement | None) -> float:
+        if timed is not None and timed.seconds:
+            ratio = costs.per_element[bits] / costs.per_element[TIMED_BITS]
+            return ratio * (timed.seconds - exact.seconds)
+        freed = float((exact.bytes.saved - option.bytes.saved).sum())
+        return max(freed, 0.0) / 4 * costs.per_element[bits]
+
+    for option, one in uniform.items():
+        if one.seconds or one is exact:
+            continue
+        added = 0.0
+        if option.bits is not None:
+            plain = uniform.get(Option(option.bits), one)
+            added += of_bits(option.bits, plain, uniform.get(Option(TIMED_BITS)))
+        if option.is_recomputed:
+            recomputed = uniform.get(RECOMPUTED, one)
+            added += recomputed.seconds - exact.seconds if recomputed.seconds else forward
+            if option.input_bits is not None:
+                inputs = float(recomputed.bytes.saved[1::2].sum())
+                added += inputs / 4 * costs.per_element[option.input_bits]
+                if option.offload:
+                    sent = inputs / 4 * option.input_bits / 8
+                    added += max(0.0, sent * costs.per_transferred_byte - forward)
+        one.seconds = exact.seconds + added
+    for bits, one in examination.rest.items():
+        if not one.seconds:
+            one.seconds = exact.seconds + of_bits(bits, one, examination.rest.get(TIMED_BITS))

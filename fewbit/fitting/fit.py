@@ -1,0 +1,338 @@
+"""`fewbit.fit_`: the fastest training of a model that fits in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+from fewbit.analysis.gradients import check_loss, check_model, size_of, tensors_of
+from fewbit.analysis.unchanged import unchanged
+from fewbit.checkpointing import uncheckpoint_
+from fewbit.config import check_verbose
+from fewbit.convert.swap import restore_
+from fewbit.convert.undo import whole_or_not_at_all
+from fewbit.errors import InputError
+from fewbit.fitting.choose import Part, choose, peak_of, totals
+from fewbit.fitting.examination import Examination, examine, is_gpu
+from fewbit.fitting.result import FastestFit, FrontPoint, rows_of
+from fewbit.fitting.settings import Option, Settings
+from fewbit.fitting.steps import OptimizerBytes
+from fewbit.planning.fits import capacity_of
+from fewbit.render import terminal
+from fewbit.render.formats import amount, digits
+from fewbit.text import shorten
+
+ERROR = 0.1
+"""The default bound of the error, as a part of the squared norm of the gradient."""
+TOLERANCE = 0.002
+"""The part of the step's time by which the solver's result may be slower than the fastest one."""
+SLOWER = 0.01
+"""The part of an exact step's time that a smaller error may cost."""
+ATTEMPTS = 6
+"""The number of choices of which the peak is measured, until one fits."""
+POINTS, FEW_LABELS = 12, 300
+"""The number of points of the front, and of the labels of a part with which the solver finds them."""
+
+
+@whole_or_not_at_all
+def fit_(
+    model: nn.Module,
+    sample,
+    memory: str | int | torch.device,
+    *,
+    optimizer=torch.optim.AdamW,
+    loss: Callable | None = None,
+    error: float = ERROR,
+    blocks: str | Iterable[str] | None = None,
+    accumulates: bool = False,
+    progress: bool = True,
+    verbose: bool = True,
+) -> FastestFit:
+    """Choose what each block of a model saves so that a training step fits in memory in the least time, and apply it.
+
+    A block is a repeated module, such as a layer of a transformer. It may stay exact, save its tensors with 8, 4, 3 or 2 bits
+    per element, or be computed again in the backward pass from its inputs, which are exact, have 8 bits, or are on the host.
+    The rest of the model may be exact or have 4 or 2 bits. The bytes, the time and the error of each of these options are
+    measured in steps on the sample: about 40 steps. Then the step with the chosen settings is run, and its peak is measured.
+    Steps leave the weights, gradients and buffers of the model and torch's random state as they were. A model on the meta
+    device, and one whose exact step takes more memory than the device has, is examined on fake tensors: times then follow
+    from measured costs of the device, and errors are not known.
+
+    Args:
+        model: A model in training mode on the device on which it will be trained, before DDP, FSDP and torch.compile. Earlier
+            calls of `compress_`, `checkpoint_` and `fit_` are undone.
+        sample: A batch of the size with which you will train, as `fewbit.fits` takes it.
+        memory: A size such as "24 GiB", a number of bytes, or a device whose whole memory counts. It has to hold the weights,
+            gradients, the optimizer's state, the batch and all tensors of a step. What the allocator adds is not counted.
+        optimizer: As in `fewbit.fits`: a class, a function of a list of parameters, or an optimizer of the model.
+        loss: Called as ``loss(model, batch)``; returns a scalar tensor. Autocast belongs in here. None: as in `fewbit.fits`.
+        error: The largest error of the gradient, |g^ - g|^2 / |g|^2, with the sample's exact gradient g and the gradient g^ of
+            the same sample after the call.
+        blocks: Glob patterns of the paths of the blocks. None: the modules of lists in which modules repeat.
+        accumulates: Whether gradients of earlier batches exist when a step begins (gradient accumulation).
+        progress: Whether to show a bar on standard error if the measurement takes longer than two seconds.
+        verbose: Whether to print the result.
+
+    Returns:
+        The choice: a table, which can be saved, loaded, applied to another model and pasted as plain calls.
+
+    Raises:
+        InputError: An argument is not valid, the step does not run, or no choice fits. The message then says what is missing,
+            and what would help. The model stays unchanged if `fit_` raises an exception or is interrupted by Ctrl-C.
+    """
+    check_verbose(verbose)
+    capacity = capacity_of(memory, "memory")
+    if capacity is None:
+        raise InputError("memory: expected a size such as '24 GiB', got None")
+    check_model(model)
+    if loss is not None:
+        check_loss(loss)
+    if not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"optimizer: expected a class, a function or an optimizer, got {shorten(optimizer)}"
+        )
+    is_number = isinstance(error, int | float) and not isinstance(error, bool)
+    if not is_number or not error >= 0:
+        raise InputError(f"error: expected a number of at least 0, got {shorten(error)}")
+    if not isinstance(accumulates, bool):
+        raise InputError(f"accumulates: expected True or False, got {shorten(accumulates)}")
+    if not size_of(sample):
+        raise InputError("sample: expected at least one sample, got none")
+    uncheckpoint_(model)
+    restore_(model)
+    with unchanged(dict(model.named_modules()), tensors_of(sample)):
+        result = _chosen(
+            model, sample, capacity, optimizer, loss, error, blocks, accumulates, progress
+        )
+    result.controller = result.settings.apply(model)
+    if verbose:
+        terminal.show(result)
+    return result
+
+
+def _chosen(
+    model, sample, capacity: int, optimizer, loss, error, blocks, accumulates, progress
+) -> FastestFit:
+    """Examine the model, and return the fastest choice that fits. The arguments are those of `fit_`."""
+    bytes_ = OptimizerBytes(model, optimizer, is_gpu(next(model.parameters()).device))
+    if bytes_.update(sample) > capacity:
+        raise InputError(_fixed_shortage(bytes_, sample, capacity))
+    settings = {"accumulates": accumulates, "which": blocks, "progress": progress}
+    look = partial(examine, model, sample, loss, bytes_, **settings)
+    try:
+        found = look()
+    except (torch.OutOfMemoryError, MemoryError):
+        uncheckpoint_(model)
+        restore_(model)
+        found = look(is_real=False)
+    search = Search(found, error)
+    chosen = search.fastest(capacity)
+    if chosen is None:
+        raise InputError(_shortage(search, sample, capacity))
+    return _result(search, chosen, model, sample, capacity)
+
+
+class Chosen:
+    """A choice: settings, with the bytes, seconds and error that the examination gives for them.
+
+    Attributes:
+        settings: the settings.
+        rest: the bits of the rest of the model.
+        options: the numbers of the options of all parts.
+        seconds: the seconds that are added to an exact step, and `bound`, a lower bound for all choices that fit.
+        error: the sum of the errors.
+        peak: the peak of the step; measured after `Search.fastest`, else predicted.
+    """
+
+    def __init__(self, examination: Examination, rest, choice, parts):
+        blocks = choice.options[1::2]
+        options = [examination.options[number] for number in blocks]
+        self.settings = Settings(dict(zip(examination.paths, options, strict=True)), rest)
+        self.rest, self.options = rest, choice.options
+        self.seconds, self.bound = choice.seconds, choice.bound
+        self.error = totals(parts, choice.options)[1]
+        self.peak = max(peak_of(parts, choice.options), examination.update)
+
+
+def least_error(parts: list[Part], memory: float, seconds: float) -> tuple[int, ...] | None:
+    """Return the options with about the least error among those that fit and take at most these seconds."""
+    floors = [float(part.seconds.min()) for part in parts]
+    swapped = [
+        Part(part.saved, part.peak, part.error, part.seconds - floor)
+        for part, floor in zip(parts, floors, strict=True)
+    ]
+    found = choose(swapped, memory, seconds - sum(floors), most=FEW_LABELS)
+    return None if found is None else found.options
+
+
+class Search:
+    """Searches settings of a model that was examined.
+
+    Args:
+        examination: the examination.
+        error: the bound of the error.
+    """
+
+    def __init__(self, examination: Examination, error: float):
+        self.examination, self.error = examination, error
+        self.parts = {rest: examination.parts(rest) for rest in examination.rest}
+
+    def solve(
+        self, memory: float, most: int | None = None, error: float | None = None
+    ) -> Chosen | None:
+        """Return the fastest choice by the examination, with a predicted peak, or None if no choice fits."""
+        if self.examination.update > memory:
+            return None
+        tolerance = TOLERANCE * self.examination.exact.seconds
+        limit = self.error if error is None else error
+        found = {}
+        for rest, parts in self.parts.items():
+            choice = choose(parts, memory, limit, tolerance, most)
+            if choice is not None:
+                found[rest] = choice
+        if not found:
+            return None
+        rest = min(found, key=lambda rest: found[rest].seconds)
+        calmer = least_error(
+            self.parts[rest], memory, found[rest].seconds + SLOWER * self.examination.exact.seconds
+        )
+        bound = min(choice.bound for choice in found.values())
+        chosen = found[rest]._replace(bound=bound)
+        if calmer is not None:
+            seconds, error = totals(self.parts[rest], calmer)
+            if error < totals(self.parts[rest], chosen.options)[1]:
+                chosen = chosen._replace(options=calmer, seconds=seconds)
+        return Chosen(self.examination, rest, chosen, self.parts[rest])
+
+    def fastest(self, memory: int) -> Chosen | None:
+        """Return the fastest choice whose measured peak fits, or None."""
+        limit, known = float(memory), {}
+        for _ in range(ATTEMPTS):
+            chosen = self.solve(limit)
+            if chosen is None:
+                return None
+            key = chosen.rest, chosen.options
+            if key not in known:
+                known[key] = self.examination.peak(chosen.settings)
+            predicted, chosen.peak = chosen.peak, known[key]
+            if chosen.peak <= memory:
+                return chosen
+            # What the parts do not explain counts as if it were always there.
+            limit = min(limit, predicted) - max(chosen.peak - memory, memory / 2048)
+        return None
+
+    def least(self, error: float | None = None) -> Chosen | None:
+        """Return the choice with about the smallest predicted peak, or None if no choice keeps within the error."""
+        high = 2 * max(self.examination.exact.bytes.peak.max(), self.examination.update)
+        low, best = self.examination.update - 1, self.solve(high, FEW_LABELS, error)
+        if best is None:
+            return None
+        while best.peak - low > 0.005 * best.peak:
+            middle = (low + best.peak) / 2
+            found = self.solve(middle, FEW_LABELS, error)
+            if found is None:
+                low = middle
+            else:
+                best = found
+        return best
+
+    def front(self, chosen: Chosen) -> list[FrontPoint]:
+        """Return choices with more and with less memory, predicted, by ascending peak."""
+        exact = self.examination.exact
+        most = max(float(exact.bytes.peak.max()), self.examination.update)
+        least = self.least()
+        low = chosen.peak if least is None else least.peak
+        points = {}
+        for memory in np.geomspace(low * 1.0001, max(most, low) * 1.0001, POINTS):
+            one = self.solve(float(memory), FEW_LABELS)
+            if one is not None:
+                seconds = exact.seconds + one.seconds
+                points[one.peak] = FrontPoint(int(one.peak), seconds, one.error)
+        found: list[FrontPoint] = []
+        for point in (points[peak] for peak in sorted(points)):
+            if not found or point.seconds < found[-1].seconds:
+                found.append(point)
+        return found
+
+
+def _result(search: Search, chosen: Chosen, model, sample, capacity) -> FastestFit:
+    found = search.examination
+    exact = found.exact
+    notes = []
+    if found.repeated:
+        notes.append(
+            f"{', '.join(found.repeated[:3])}: called several times in a forward pass, so it counts as a part of the rest"
+        )
+    if not found.paths:
+        notes.append(
+            "no blocks were found, so all layers have the same bits: name blocks, as blocks='encoder.*'"
+        )
+    for settings in found.failing:
+        option = next(iter(settings.blocks.values()), Option())
+        name = option.name if settings.rest is None else f"{settings.rest} bits in the rest"
+        notes.append(f"{name}: not considered, because a step with it raises an error")
+    if not found.is_measured:
+        notes.append(
+            "nothing was run: times follow from measured costs of this device, and errors are not known"
+        )
+    return FastestFit(
+        model=type(model).__name__,
+        optimizer=found.optimizer.name,
+        batch=size_of(sample),
+        memory=capacity,
+        peak=int(chosen.peak),
+        seconds=exact.seconds + chosen.seconds,
+        bound=exact.seconds + min(chosen.bound, chosen.seconds),
+        error=chosen.error if found.is_measured else math.nan,
+        limit=search.error,
+        exact_peak=int(max(exact.bytes.peak.max(), found.update)),
+        exact_seconds=exact.seconds,
+        settings=chosen.settings,
+        rows=rows_of(chosen.settings, search.parts[chosen.rest], chosen.options),
+        front=tuple(search.front(chosen)),
+        notes=tuple(notes),
+    )
+
+
+def _fixed_shortage(optimizer: OptimizerBytes, sample, capacity: int) -> str:
+    """Return one line for a step whose weights, gradients and optimizer do not fit."""
+    least = max(optimizer.update(sample), capacity + 1)
+    helps = ["fewer trained parameters (LoRA)", "weights in 16 bits"]
+    if optimizer.state:
+        helps.insert(0, f"an optimizer without its state of {amount(optimizer.state)}")
+    return (
+        f"memory: expected at least {amount(least)} for weights, gradients and {optimizer.name} alone, got "
+        f"{amount(capacity)}; {' or '.join(helps)} would help"
+    )
+
+
+def _shortage(search: Search, sample, capacity: int) -> str:
+    """Return one line that says by how much a step does not fit, and what would help."""
+    found, least, size = search.examination, search.least(), size_of(sample)
+    if least is None:
+        return f"error: expected a bound that some settings keep, got {search.error:g}"
+    helps = []
+    fitting = search.solve(capacity, FEW_LABELS, math.inf)
+    if fitting is not None and fitting.error > search.error:
+        helps.append(f"error={digits(fitting.error * 1.05)}")
+    batch = sum(tensor.nbytes for tensor in tensors_of(sample))
+    fixed = found.update - batch
+    smaller = math.floor(size * 0.95 * (capacity - fixed) / max(least.peak - fixed, 1))
+    if 1 <= smaller < size:
+        helps.append(f"about {smaller} samples in place of {size}")
+    if found.optimizer.state:
+        state = amount(found.optimizer.state)
+        helps.append(f"an optimizer with less state than {found.optimizer.name}'s {state}")
+    if not found.paths:
+        helps.append("blocks to compute again (name them in the argument blocks)")
+    helps.append("LoRA")
+    expected = amount(max(int(least.peak), capacity + 1))
+    return (
+        f"memory: expected at least about {expected} for this model and sample, got {amount(capacity)}; "
+        f"{' or '.join(helps)} would help"
+    )

@@ -1,0 +1,261 @@
+"""The result of `fewbit.fit_`: the option of each block, with a table, a picture and a document."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass, field, fields
+from typing import NamedTuple
+
+from torch import nn
+
+from fewbit.compress.controller import Controller
+from fewbit.convert.undo import whole_or_not_at_all
+from fewbit.fitting.settings import Option, Settings
+from fewbit.render.documents import Document
+from fewbit.render.formats import amount, digits, unit_of
+from fewbit.render.result import finite
+from fewbit.render.view import Column, View
+from fewbit.schema import FIT
+
+LESS = 0.99
+"""The time of the next better choice, at most, as a part of the present time."""
+
+
+class FrontPoint(NamedTuple):
+    """A choice for another memory, as predicted.
+
+    Attributes:
+        peak: the most bytes that exist in a step.
+        seconds: the time of a forward and a backward pass.
+        error: the error of the gradient.
+    """
+
+    peak: int
+    seconds: float
+    error: float
+
+
+@dataclass(frozen=True)
+class FitBlocks:
+    """Blocks that follow each other and have one option.
+
+    Attributes:
+        blocks: the paths of the blocks, such as `layers.0-5`, or "rest".
+        option: what they do, such as `4 bits`.
+        count: the number of blocks.
+        saved: the bytes that they leave for the backward pass.
+        seconds: the time that the option adds to an exact step.
+        error: the error that the option adds to the gradient.
+    """
+
+    blocks: str
+    option: str
+    count: int
+    saved: int
+    seconds: float
+    error: float
+
+
+@dataclass(repr=False)
+class FastestFit(Document):
+    """What each block of a model saves, as `fewbit.fit_` has chosen it.
+
+    Attributes:
+        model: The class name of the model.
+        optimizer: The class name of the optimizer.
+        batch: The number of samples in the batch.
+        memory: The bytes in which the step had to fit.
+        peak: The most bytes that exist in a step, measured in a step with the settings.
+        seconds: The time of a forward and a backward pass, as the examination predicts it.
+        bound: A lower bound of this time for all choices that fit, by the examination.
+        error: The predicted |g^ - g|^2 / |g|^2; NaN if not known.
+        limit: The bound of the error.
+        exact_peak: The peak of the exact model.
+        exact_seconds: The time of a forward and a backward pass of the exact model.
+        settings: The options of all blocks.
+        rows: The rows of the table.
+        front: Choices for more and for less memory.
+        notes: Lines about the model.
+        controller: The controller of `compress_`; None if nothing is compressed, or if the result was loaded.
+    """
+
+    _schema = FIT
+
+    model: str
+    optimizer: str
+    batch: int
+    memory: int
+    peak: int
+    seconds: float
+    bound: float
+    error: float
+    limit: float
+    exact_peak: int
+    exact_seconds: float
+    settings: Settings
+    rows: tuple[FitBlocks, ...]
+    front: tuple[FrontPoint, ...]
+    notes: tuple[str, ...] = ()
+    controller: Controller | None = field(default=None, compare=False)
+
+    @property
+    def code(self) -> str:
+        """Python code that applies the choice to a model named `model`, in plain calls of fewbit."""
+        return self.settings.code
+
+    def apply(self, model: nn.Module) -> Controller | None:
+        """Apply the choice to a model whose blocks have the same paths, in place.
+
+        Args:
+            model: The model. Earlier conversions and checkpoints are undone.
+
+        Returns:
+            The controller of `compress_`; None if nothing is compressed.
+
+        Raises:
+            InputError: The model has no module at the path of a block. The model stays unchanged.
+        """
+        return _applied(model, self.settings)
+
+    @property
+    def better(self) -> FrontPoint | None:
+        """The next faster choice, which needs more memory; None if the front has none."""
+        faster = [point for point in self.front if point.seconds < LESS * self.seconds]
+        return min((point for point in faster if point.peak > self.peak), default=None)
+
+    @property
+    def smaller(self) -> FrontPoint | None:
+        """The next choice with less memory; None if the front has none."""
+        lesser = [point for point in self.front if point.peak < LESS * self.peak]
+        return max(lesser, default=None)
+
+    @property
+    def title(self) -> str:
+        """One line: the peak, the time and the error, beside those of the exact model."""
+        error = (
+            ""
+            if math.isnan(self.error)
+            else f", with an error of {100 * self.error:.2g}% of the gradient"
+        )
+        return (
+            f"{self.model}, batch {self.batch}: a step takes {amount(self.peak)} of {amount(self.memory)} and "
+            f"{self._time(self.seconds):.2f} of the exact time{error}; exact training takes {amount(self.exact_peak)}"
+        )
+
+    def _time(self, seconds: float) -> float:
+        return seconds / self.exact_seconds if self.exact_seconds else math.nan
+
+    def records(self) -> list[dict]:
+        """Return a dict of plain values for each row of the table."""
+        return [asdict(row) for row in self.rows]
+
+    def to_dict(self) -> dict:
+        """Return plain JSON values. An unknown error becomes None."""
+        values = {
+            one.name: getattr(self, one.name) for one in fields(self) if one.name != "controller"
+        }
+        values |= {"settings": self.settings.to_dict(), "rows": self.records()}
+        values |= {"front": [point._asdict() for point in self.front], "notes": list(self.notes)}
+        return finite({"schema": FIT} | values)
+
+    @classmethod
+    def _of_document(cls, document: dict) -> FastestFit:
+        values = {name: value for name, value in document.items() if name != "schema"}
+        values["error"] = math.nan if values["error"] is None else values["error"]
+        values["limit"] = math.inf if values["limit"] is None else values["limit"]
+        values["settings"] = Settings.from_dict(values["settings"])
+        values["rows"] = tuple(FitBlocks(**row) for row in values["rows"])
+        values["front"] = tuple(FrontPoint(**point) for point in values["front"])
+        return cls(**(values | {"notes": tuple(values["notes"])}))
+
+    def view(self) -> View:
+        """Return a table with a row for each run of blocks with one option."""
+        unit = unit_of(max(row.saved for row in self.rows))
+        columns = (
+            Column("blocks", lambda row: row.blocks, "name", least=12),
+            Column("option", lambda row: row.option, "name", least=20),
+            Column(f"saved {unit[0]}", lambda row: amount(row.saved, unit)),
+            Column("added ms", lambda row: f"{1000 * row.seconds:.1f}", drop=2),
+            Column("error", self._error, drop=1),
+        )
+        return View(
+            self.title, columns, self.rows, self._notes(unit[0]), figure=self.plot, code=self.code
+        )
+
+    def _error(self, row: FitBlocks) -> str:
+        return "" if math.isnan(self.error) else digits(row.error)
+
+    def _notes(self, unit: str) -> list[str]:
+        gap = 100 * (self.seconds - self.bound) / self.exact_seconds if self.exact_seconds else 0.0
+        lines = [
+            f"saved {unit}: left for the backward pass, the batch included",
+            "added ms: the time that the option adds to an exact forward and backward pass of "
+            f"{1000 * self.exact_seconds:.3g} ms",
+            f"error: squared distance from the exact gradient, as a part of its squared norm; at most {self.limit:g}",
+            f"by these numbers, no choice that fits is faster by more than {gap:.1f}% of the exact time",
+        ]
+        for name, point in (("faster", self.better), ("smaller", self.smaller)):
+            if point is not None:
+                lines.append(
+                    f"next {name}: {amount(point.peak)} with {self._time(point.seconds):.2f} of the exact time"
+                )
+        return lines + list(self.notes)
+
+    def _draw(self, figure) -> None:
+        axes = figure.add_subplot()
+        scale = 2**20
+        peaks = [point.peak / scale for point in self.front]
+        times = [self._time(point.seconds) for point in self.front]
+        axes.plot(peaks, times, marker=".", label="fit_")
+        axes.plot([self.peak / scale], [self._time(self.seconds)], "o", label="chosen")
+        axes.plot([self.exact_peak / scale], [1.0], "s", label="exact")
+        axes.axvline(self.memory / scale, color="gray", linewidth=0.8)
+        axes.set_xlabel("peak of a step, MiB")
+        axes.set_ylabel("time of a step / exact")
+        axes.legend()
+
+
+@whole_or_not_at_all
+def _applied(model: nn.Module, settings: Settings) -> Controller | None:
+    return settings.apply(model)
+
+
+def rows_of(settings: Settings, parts, options) -> tuple[FitBlocks, ...]:
+    """Return the rows of the table: one for each run of blocks with one option, and the rest."""
+    found: list[tuple[list[str], Option, list[int]]] = []
+    for number, (path, option) in enumerate(settings.blocks.items()):
+        place = 2 * number + 1
+        is_next = found and found[-1][1] == option and _parent(found[-1][0][-1]) == _parent(path)
+        if is_next:
+            found[-1][0].append(path)
+            found[-1][2].append(place)
+        else:
+            found.append(([path], option, [place]))
+    rest = Option(settings.rest)
+    rows = [(_range(paths), option, places) for paths, option, places in found]
+    rows.append(("rest", rest, list(range(0, len(parts), 2))))
+    return tuple(
+        FitBlocks(
+            name,
+            option.name,
+            1 if name == "rest" else len(places),
+            int(sum(parts[place].saved[options[place]] for place in places)),
+            float(sum(parts[place].seconds[options[place]] for place in places)),
+            float(sum(parts[place].error[options[place]] for place in places)),
+        )
+        for name, option, places in rows
+    )
+
+
+def _parent(path: str) -> str:
+    return re.sub(r"\d+$", "", path)
+
+
+def _range(paths: list[str]) -> str:
+    """Return a text for the paths of blocks that follow each other, such as `layers.0-5`."""
+    first, last = paths[0], paths[-1]
+    if len(paths) == 1:
+        return first
+    end = re.search(r"\d+$", last)
+    return f"{first}-{end[0]}" if end else f"{first} to {last}"

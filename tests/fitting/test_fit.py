@@ -1,0 +1,233 @@
+"""fewbit.fit_: steps that fit by an independent measurement, the error that was promised, refusals, interrupts."""
+
+import copy
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
+
+import fewbit
+from fewbit.errors import InputError
+from fewbit.fitting import costs, examination
+from fewbit.fitting.steps import RealSteps
+
+MIB = 2**20
+WORDS, WIDTH = 200, 64
+
+
+class Language(nn.Module):
+    def __init__(self, layers=4, dropout=0.1):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout, "gelu", batch_first=True)
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x):
+        return self.head(self.encoder(self.embedding(x)))
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+def language(**options):
+    torch.manual_seed(0)
+    return Language(**options).train(), torch.randint(WORDS, (8, 64))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    """Measure little, and leave the user's cache alone."""
+    monkeypatch.setattr(examination, "ROUNDS", 1)
+    monkeypatch.setattr(examination, "PROBES", 2)
+    monkeypatch.setattr(costs, "SHORTEST", 0.0)
+    monkeypatch.setenv("FEWBIT_CACHE", str(tmp_path))
+
+
+def fit(model, batch, memory, **options):
+    return fewbit.fit_(
+        model, batch, memory, **{"loss": loss, "verbose": False, "progress": False, **options}
+    )
+
+
+def measured_peak(model, batch, loss):
+    """The most bytes at one moment of the second step with AdamW, from the profiler's list of allocations and releases."""
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [*model.parameters(), *model.buffers(), *states, batch]
+    before = sum(tensor.nbytes for tensor in tensors)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    now = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return before + most
+
+
+def gradient(model, batch, seed):
+    model.zero_grad()
+    torch.manual_seed(seed)
+    loss(model, batch).backward()
+    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.slow
+def test_steps_fit_and_keep_the_error():
+    """At three targets the real step takes what was promised, and less than the target; values come back unchanged."""
+    model, batch = language(dropout=0.0)
+    before = copy.deepcopy(model.state_dict())
+    exact_peak = measured_peak(copy.deepcopy(model), batch, loss)
+    for part in (0.8, 0.6, 0.5):
+        memory, bound = int(part * exact_peak), 0.02
+        state = torch.get_rng_state()
+        found = fit(model, batch, memory, error=bound)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert found.exact_peak == pytest.approx(exact_peak, rel=0.01)
+        real = measured_peak(copy.deepcopy(model), batch, loss)
+        assert real <= memory
+        assert found.peak == pytest.approx(real, rel=0.02)
+        assert found.bound <= found.seconds
+        twin = language(dropout=0.0)[0]
+        exact = gradient(twin, batch, 0)
+        errors = [
+            ((gradient(model, batch, seed) - exact).norm() / exact.norm()).item() ** 2
+            for seed in range(3)
+        ]
+        assert sum(errors) / 3 <= bound
+        assert sum(errors) / 3 == pytest.approx(found.error, rel=0.4, abs=1e-5)
+        twin.load_state_dict(model.state_dict())
+        exec(found.code, {"fewbit": fewbit, "model": twin})
+        assert fewbit.saved_bytes(twin, batch).total == fewbit.saved_bytes(model, batch).total
+    assert fit(model, batch, 2 * exact_peak).code == ""  # all exact
+    fewbit.restore_(model)
+    assert type(model) is Language
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", ["meta", "real"])
+def test_what_is_missing_is_said(make):
+    model, batch = language(dropout=0.0)
+    if make == "meta":
+        with torch.device("meta"):
+            model, batch = Language().train(), torch.empty(8, 64, dtype=torch.long)
+    with pytest.raises(InputError) as error:
+        fit(model, batch, 4 * MIB)
+    message = str(error.value)
+    assert message.startswith("memory: expected at least about ") and "got 4.00 MiB" in message
+    assert "samples in place of 8" in message and "\n" not in message
+    fitting = float(message.split("about ")[1].split(" MiB")[0]) * 1.02
+    found = fit(model, batch, int(fitting * MIB))
+    assert found.peak <= fitting * MIB
+    assert (make == "meta") == any("nothing was run" in note for note in found.notes)
+
+
+@pytest.mark.slow
+def test_experts_and_an_option_that_fails():
+    """Values decide shapes in this model, and a step with some options raises an error, which leaves these options out."""
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(tiny_models.mixtral()).train()
+    ids = torch.randint(100, (8, 64))
+    found = fit(model, {"input_ids": ids, "labels": ids}, 9 * MIB, loss=None)
+    assert found.peak <= 9 * MIB < found.exact_peak
+    assert [path for path in found.settings.blocks] == ["model.layers.0", "model.layers.1"]
+    model(ids, labels=ids).loss.backward()
+
+
+class Shared(nn.Module):
+    """A model that calls one block three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(
+            [
+                nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+                for _ in range(2)
+            ]
+        )
+
+    def forward(self, x):
+        x = self.first(x)
+        for number in (0, 1, 0, 0):
+            x = x + self.blocks[number](x)
+        return self.last(x)
+
+
+@pytest.mark.slow
+def test_shared_blocks_belong_to_the_rest():
+    torch.manual_seed(0)
+    model, x = Shared().train(), torch.randn(1024, WIDTH)
+    found = fewbit.fit_(model, x, 6 * MIB, verbose=False, progress=False)
+    assert list(found.settings.blocks) == ["blocks.1"]
+    assert any(note.startswith("blocks.0: called several times") for note in found.notes)
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch):
+    """Ctrl-C in the fifth step: classes, hooks, attributes and gradients are those of before."""
+    model, batch = language(layers=2)
+    fewbit.compress_(model, 8, verbose=False)
+    loss(model, batch).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    before = [(type(module), dict(vars(module))) for module in model.modules()]
+    original, count = RealSteps.timeline, []
+
+    def interrupted(self, *args, **options):
+        count.append(None)
+        if len(count) == 5:
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+                raise KeyboardInterrupt
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(RealSteps, "timeline", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, batch, 6 * MIB)
+    assert [(type(module), dict(vars(module))) for module in model.modules()] == before
+    assert [parameter.grad for parameter in model.parameters()] == gradients
+
+
+REFUSED = [  # (arguments, message)
+    ({"memory": "much"}, "memory: expected a size such as"),
+    ({"memory": None}, "memory: expected a size such as '24 GiB', got None"),
+    ({"memory": 3}, "memory: expected a size such as '24 GiB', or at least"),
+    ({"error": "small"}, "error: expected a number of at least 0, got 'small'"),
+    ({"error": -1}, "error: expected a number of at least 0, got -1"),
+    ({"accumulates": 2}, "accumulates: expected True or False, got 2"),
+    ({"blocks": "layers.*"}, "blocks: expected a glob that matches a module"),
+    ({"loss": 3}, "loss: expected a function"),
+    ({"optimizer": 3}, "optimizer: expected a class, a function or an optimizer"),
+    ({"optimizer": lambda p: 3}, "optimizer: expected it to make a torch optimizer"),
+    ({"verbose": 3}, "verbose"),
+    ({"batch": torch.zeros(0, 64, dtype=torch.long)}, "sample: expected at least one sample, got none"),
+    ({"batch": torch.zeros(8, 64)}, "batch: expected one that loss"),
+    ({"model": nn.Linear}, "model: expected a torch.nn.Module"),
+    ({"memory": MIB}, "memory: expected at least .* for weights, gradients and AdamW alone, got 1.00 MiB; an optimizer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, message", REFUSED)
+def test_refusals(changes, message):
+    model, batch = language(layers=1)
+    arguments = {"model": model, "batch": batch, "memory": 64 * MIB} | changes
+    with pytest.raises(InputError, match=message) as error:
+        fit(**arguments)
+    assert "\n" not in str(error.value)
+    assert type(model.head) is nn.Linear and "forward" not in vars(model.encoder)

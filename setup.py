@@ -35,6 +35,10 @@ from setuptools.errors import CompileError
 from build_backend import installed_nvcc, present_gpus
 
 CSRC = Path("csrc")
+KERNELS = "fewbit._kernels"
+# A build for the limited API of Python 3.11 serves all later versions too, apart from those without the global lock.
+IS_LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
+LIMITED_API = ["-DPy_LIMITED_API=0x030B0000"] if IS_LIMITED else []
 SLOWEST = "rotated_quantize", "rotated", "cpu", "module"
 """The sources that take longest to compile, by far."""
 COMMON_FLAGS = [
@@ -71,33 +75,23 @@ class BuildKernels(build_ext):
                 "the slower reference backend is used",
                 file=sys.stderr,
             )
-            self.left_out, self.extensions = self.extensions, []
-            self.remove_left_out()
+            self.extensions = []
         super().build_extensions()
+        self.remove_other_kernels()
 
     def copy_extensions_to_source(self):
         super().copy_extensions_to_source()
-        self.remove_left_out()
+        self.remove_other_kernels()
 
-    left_out = ()
-
-    def remove_left_out(self):
-        """Delete the kernels of an earlier build if this build makes none, because they would be packaged."""
-        for extension in self.left_out:
-            Path(self.get_ext_fullpath(extension.name)).unlink(missing_ok=True)
+    def remove_other_kernels(self):
+        """Delete the kernels of earlier builds, which would be packaged, or imported in place of those of this build."""
+        built = {Path(self.get_ext_fullpath(extension.name)) for extension in self.extensions}
+        for path in Path(self.get_ext_fullpath(KERNELS)).parent.glob("_kernels*.so"):
+            if path not in built:
+                path.unlink()
 
     def build_extension(self, extension):
-        try:
-            import pybind11
-        except ImportError:
-            raise CompileError(
-                "building fewbit's kernels needs the package pybind11 (pip install pybind11), "
-                "or FEWBIT_KERNELS=0 for the slower reference backend"
-            ) from None
-
-        includes = [
-            f"-I{path}" for path in (CSRC, pybind11.get_include(), sysconfig.get_path("include"))
-        ]
+        includes = [f"-I{path}" for path in (CSRC, sysconfig.get_path("include"))]
         host = next(word for word in self.compiler.compiler_so_cxx if "ccache" not in word)
         nvcc = find_nvcc(host)
         jobs = [*cpu_jobs(self.compiler.compiler_so_cxx, includes, with_cuda=bool(nvcc))]
@@ -183,11 +177,9 @@ def cpu_jobs(compiler, includes, with_cuda):
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     common = [*compiler, *COMMON_FLAGS, *includes, *(["-DFEWBIT_HAVE_X86"] if x86 else [])]
     command = [*common, *(["-DFEWBIT_WITH_CUDA"] if with_cuda else [])]
-    for source in ("module", "cpu", "entry", "tensors", *(["cuda"] if with_cuda else [])):
-        name = f"bindings/{source}.cpp"
-        # The templates of pybind11 compile in less time with -O1, and calls of kernels take no longer.
-        yield [*command, "-O1"], CSRC / name, object_of(name)
     sources = (
+        *(f"bindings/{name}.cpp" for name in ("cpu", "entry", "module", "python", "tensors")),
+        *(["bindings/cuda.cpp"] if with_cuda else []),
         "common/table.cpp",
         "cpu/allocation.cpp",
         "cpu/dispatch.cpp",
@@ -196,7 +188,8 @@ def cpu_jobs(compiler, includes, with_cuda):
         "cpu/quantizer.cpp",
     )
     for source in sources:
-        yield command, CSRC / source, object_of(source)
+        limited = LIMITED_API if source.startswith("bindings/") else []
+        yield [*command, *limited], CSRC / source, object_of(source)
     for isa in X86_ISAS if x86 else ("baseline",):
         flags = (CSRC / "cpu" / f"{isa}.flags").read_text().split()
         if x86 and isa == "baseline":
@@ -368,6 +361,9 @@ setup(
         "fewbit.schema": ["*.json"],
         "fewbit.tables": ["*.json"],
     },
-    ext_modules=[Extension("fewbit._kernels", ["csrc/bindings/module.cpp"], language="c++")],
+    ext_modules=[
+        Extension(KERNELS, ["csrc/bindings/module.cpp"], language="c++", py_limited_api=IS_LIMITED)
+    ],
     cmdclass={"build_ext": BuildKernels},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if IS_LIMITED else {},
 )

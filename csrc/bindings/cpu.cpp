@@ -1,15 +1,10 @@
-#include <pybind11/stl.h>
-
 #include <algorithm>
 
 #include "bindings/entry.h"
 #include "bindings/module.h"
-#include "bindings/tensors.h"
 #include "cpu/memory.h"
 #include "cpu/parallel.h"
 #include "cpu/quantizer.h"
-
-namespace py = pybind11;
 
 namespace fewbit::bindings {
 
@@ -79,7 +74,6 @@ class Cpu {
     const StreamPlan plan = plan_of(entry, shape, widths);
     const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, shape.is_rotated());
     const int threads = torch_threads();
-    py::gil_scoped_release release;
     fewbit::quantize(*kernels_, shape.kind, plan, address_of<const void>(x), dtype, normalization, key, copy.packed, copy.ranges,
                      threads);
     // When memory was allocated, only a bound on the number of words was known, so some may be left over.
@@ -98,7 +92,6 @@ class Cpu {
     const Streams streams = shape.streams();
     auto* to = entry.exactly<float>("out", out, streams.groups, 0);
     const int threads = torch_threads();
-    py::gil_scoped_release release;
     fewbit::squares(*kernels_, shape.kind, streams, address_of<const void>(x), dtype, normalization, to, threads);
   }
 
@@ -106,7 +99,6 @@ class Cpu {
     const Entry entry("channel_statistics", kDevice);
     const ChannelEstimate of = channel_estimate(entry, x, out, mean, rstd, inner);
     const int threads = torch_threads();
-    py::gil_scoped_release release;
     fewbit::channel_statistics(*kernels_, of.from, of.dtype, of.normalization, of.rows, of.channels, of.to, threads);
   }
 
@@ -123,7 +115,6 @@ class Cpu {
     const Forward forward{function, p0, p1, &table.get(), of.from, of.dtype, of.to, of.packed, seed_at(of.seed)};
     const int threads = torch_threads();
     if (threads_of_forward(streams, threads) < threads_for(of.n, threads)) return false;
-    py::gil_scoped_release release;
     fewbit::forward_quantized(*kernels_, shape.kind, streams, forward, key, copy.packed, copy.ranges, threads);
     if (shape.is_rotated()) store_seed(key, copy.seed_rows());
     return true;
@@ -140,7 +131,6 @@ class Cpu {
     const StreamPlan plan = plan_of(entry, shape, widths);
     const Copy copy = copy_at(entry, packed, ranges, plan.streams, widths.exists, shape.is_rotated());
     const int threads = torch_threads();
-    py::gil_scoped_release release;
     const uint64_t seed = shape.is_rotated() ? load_seed(copy.seed_rows()) : 0;
     fewbit::dequantize(*kernels_, shape.kind, plan, copy.packed, copy.ranges, seed, value_map, address_of<void>(out), dtype,
                        threads);
@@ -218,7 +208,6 @@ class Cpu {
   static void run(int64_t n, const Work& work) {
     if (n == 0) return;
     const int threads = torch_threads();
-    py::gil_scoped_release release;
     auto share = [&](int index, int count) {
       const Range range = share_of(n, index, count);
       work(range.begin, range.end);
@@ -229,64 +218,62 @@ class Cpu {
   const Kernels* kernels_;
 };
 
+Object make_cpu(const std::string& isa) { return made(std::make_unique<Cpu>(isa)); }
+
 }  // namespace
 
-void bind_cpu(py::module_& module) {
-  py::class_<Cpu>(module, "Cpu", py::module_local(),
-                  "The kernels of one instruction set, one of cpu_isas(). They use as many threads as torch.")
-      .def(py::init<const std::string&>(), py::arg("isa"))
-      .def_property_readonly("isa", &Cpu::isa)
-      .def("pack", &Cpu::pack, py::arg("codes"), py::arg("bits"), py::arg("packed"),
-           "Pack n uint8 codes to bits * ceil(n / 32) int32 words.")
-      .def("unpack", &Cpu::unpack, py::arg("packed"), py::arg("bits"), py::arg("codes"), "Unpack words to n uint8 codes.")
-      .def("encode", &Cpu::encode, py::arg("table"), py::arg("x"), py::arg("packed"), py::arg("seed"),
-           "Encode x to packed codes.")
-      .def("decode_mul", &Cpu::decode_mul, py::arg("table"), py::arg("grad"), py::arg("packed"), py::arg("out"),
-           "Compute out = level of the code * grad, rounded once. out may be grad. A grad of one element is used for all.")
-      .def("forward", &Cpu::forward, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"), py::arg("x"),
-           py::arg("y"), py::arg("packed"), py::arg("seed"), "Compute y = f(x) and the packed codes of x. y may be x.")
-      .def("forward_quantized", &Cpu::forward_quantized, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"),
-           py::arg("x"), py::arg("shape"), py::arg("y"), py::arg("codes"), py::arg("seed"), py::arg("quantizer_seed"),
-           py::arg("packed"), py::arg("ranges"),
-           "Run forward, with its codes in `codes`, and quantize on y, in one pass. Return False and do nothing if threads would "
-           "have to share groups.")
-      .def("quantize", &Cpu::quantize, py::arg("x"), py::arg("shape"), py::arg("widths"), py::arg("seed"), py::arg("packed"),
-           py::arg("ranges"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner") = 1,
-           py::arg("channels") = py::none(),
-           "Quantize x to packed codes and ranges. widths: a uint8 for each sample, or None if all samples have the bits of "
-           "`shape`. mean, rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = e / inner % their length. "
-           "channels: (count, 2) bfloat16, the results of channel_statistics, which are taken out; or None.")
-      .def("squares", &Cpu::squares, py::arg("x"), py::arg("shape"), py::arg("out"), py::arg("mean") = py::none(),
-           py::arg("rstd") = py::none(), py::arg("inner") = 1, py::arg("channels") = py::none(),
-           "Compute length * range^2 of each group in float32, or its energy in a rotated copy. mean, rstd, channels as in "
-           "quantize.")
-      .def("channel_statistics", &Cpu::channel_statistics, py::arg("x"), py::arg("out"), py::arg("mean") = py::none(),
-           py::arg("rstd") = py::none(), py::arg("inner") = 1,
-           "Estimate the mean and the scale of each channel of x, whose channels are side by side. out: (channels, 2) bfloat16. "
-           "mean, rstd as in quantize.")
-      .def(
-          "dequantize", &Cpu::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("shape"), py::arg("widths"),
-          py::arg("out"), py::arg("scale") = py::none(), py::arg("shift") = py::none(), py::arg("inner") = 1,
-          py::arg("mask") = py::none(), py::arg("channels") = py::none(),
-          "Dequantize packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of quantize; element e is "
-          "value * scale[i] + shift[i]. mask: None, or a bit for each element, packed, by which its value is multiplied; not for "
-          "uniform copies, nor with scale or shift. channels: those that quantize took out, or None.")
-      .def("grid_fixed", &Cpu::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"), py::arg("grid"),
-           "Compute the grid, GRID_ROWS rows of n, of n float32 weights and biases of a norm.")
-      .def("encode_fixed", &Cpu::encode_fixed, py::arg("x"), py::arg("y"), py::arg("grid"), py::arg("inner"), py::arg("bits"),
-           py::arg("packed"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner_of_entries") = 1,
-           "Encode x to packed fixed-point codes with the sign of y. grid: GRID_ROWS rows of float32; element e has column e / "
-           "inner % columns. mean, rstd: as in quantize.")
-      .def("decode_fixed", &Cpu::decode_fixed, py::arg("packed"), py::arg("grid"), py::arg("inner"), py::arg("bits"),
-           py::arg("activated"), py::arg("slope"), py::arg("out"), py::arg("scale") = py::none(), py::arg("inner_of_entries") = 1,
-           "Decode fixed-point codes. If activated, out is y for y > 0, else y * slope, where y is the norm's result. Otherwise "
-           "out is the normalized input * scale[i].")
-      .def("mask_fixed", &Cpu::mask_fixed, py::arg("grad"), py::arg("packed"), py::arg("grid"), py::arg("inner"), py::arg("bits"),
-           py::arg("slope"), py::arg("out"),
-           "Compute out = grad where y > 0, else grad * slope, where y is the norm's result. out may be grad.");
-  module.def(
-      "cpu_isas", [] { return py::tuple(py::cast(cpu_isas())); },
-      "Return the names of the instruction sets that can be used here, best first.");
+void bind_cpu(PyObject* module) {
+  static PyMethodDef methods[] = {
+      method<&Cpu::pack>("pack(codes, bits, packed)", "Pack n uint8 codes to bits * ceil(n / 32) int32 words."),
+      method<&Cpu::unpack>("unpack(packed, bits, codes)", "Unpack words to n uint8 codes."),
+      method<&Cpu::encode>("encode(table, x, packed, seed)", "Encode x to packed codes."),
+      method<&Cpu::decode_mul>("decode_mul(table, grad, packed, out)",
+                               "Compute out = level of the code * grad, rounded once. out may be grad. A grad of one element "
+                               "is used for all."),
+      method<&Cpu::forward>("forward(function, p0, p1, table, x, y, packed, seed)",
+                            "Compute y = f(x) and the packed codes of x. y may be x."),
+      method<&Cpu::forward_quantized>("forward_quantized(function, p0, p1, table, x, shape, y, codes, seed, quantizer_seed, "
+                                      "packed, ranges)",
+                                      "Run forward, with its codes in `codes`, and quantize on y, in one pass. Return False "
+                                      "and do nothing if threads would have to share groups."),
+      method<&Cpu::quantize>("quantize(x, shape, widths, seed, packed, ranges, mean=None, rstd=None, inner=1, channels=None)",
+                             "Quantize x to packed codes and ranges. widths: a uint8 for each sample, or None if all samples "
+                             "have the bits of `shape`. mean, rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = "
+                             "e / inner % their length. channels: (count, 2) bfloat16, the results of channel_statistics, "
+                             "which are taken out; or None."),
+      method<&Cpu::squares>("squares(x, shape, out, mean=None, rstd=None, inner=1, channels=None)",
+                            "Compute length * range^2 of each group in float32, or its energy in a rotated copy. mean, rstd, "
+                            "channels as in quantize."),
+      method<&Cpu::channel_statistics>("channel_statistics(x, out, mean=None, rstd=None, inner=1)",
+                                       "Estimate the mean and the scale of each channel of x, whose channels are side by side."
+                                       " out: (channels, 2) bfloat16. mean, rstd as in quantize."),
+      method<&Cpu::dequantize>("dequantize(packed, ranges, shape, widths, out, scale=None, shift=None, inner=1, mask=None, "
+                               "channels=None)",
+                               "Dequantize packed codes and ranges to values, rounded once. scale, shift: as mean and rstd of "
+                               "quantize; element e is value * scale[i] + shift[i]. mask: None, or a bit for each element, "
+                               "packed, by which its value is multiplied; not for uniform copies, nor with scale or shift. "
+                               "channels: those that quantize took out, or None."),
+      method<&Cpu::grid_fixed>("grid_fixed(gamma, beta, bits, grid)",
+                               "Compute the grid, GRID_ROWS rows of n, of n float32 weights and biases of a norm."),
+      method<&Cpu::encode_fixed>("encode_fixed(x, y, grid, inner, bits, packed, mean=None, rstd=None, inner_of_entries=1)",
+                                 "Encode x to packed fixed-point codes with the sign of y. grid: GRID_ROWS rows of float32; "
+                                 "element e has column e / inner % columns. mean, rstd: as in quantize."),
+      method<&Cpu::decode_fixed>("decode_fixed(packed, grid, inner, bits, activated, slope, out, scale=None, "
+                                 "inner_of_entries=1)",
+                                 "Decode fixed-point codes. If activated, out is y for y > 0, else y * slope, where y is the "
+                                 "norm's result. Otherwise out is the normalized input * scale[i]."),
+      method<&Cpu::mask_fixed>("mask_fixed(grad, packed, grid, inner, bits, slope, out)",
+                               "Compute out = grad where y > 0, else grad * slope, where y is the norm's result. out may be "
+                               "grad."),
+      {}};
+  static PyGetSetDef properties[] = {property<&Cpu::isa>("isa"), {}};
+  static PyMethodDef functions[] = {
+      method<&make_cpu>("Cpu(isa)", "Return the kernels of one instruction set, one of cpu_isas()."),
+      method<&cpu_isas>("cpu_isas()", "Return the names of the instruction sets that can be used here, best first."),
+      {}};
+  make_class<Cpu>("fewbit._kernels.Cpu", "The kernels of one instruction set. They use as many threads as torch.", methods,
+                  properties);
+  add_functions(module, functions);
 }
 
 }  // namespace fewbit::bindings

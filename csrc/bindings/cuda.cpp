@@ -1,5 +1,3 @@
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <iterator>
 #include <string>
@@ -8,10 +6,7 @@
 
 #include "bindings/entry.h"
 #include "bindings/module.h"
-#include "bindings/tensors.h"
 #include "cuda/kernels.h"
-
-namespace py = pybind11;
 
 namespace fewbit::bindings {
 
@@ -32,24 +27,29 @@ struct Where {
 
 // The CUDA kernels. Entries make the same checks as those of `Cpu`, apart from those that need the bits of each sample.
 struct Cuda {
+  int runtime_version() const { return cuda::runtime_version(); }
+
+  std::vector<int> architectures() const { return cuda::architectures(); }
+
+  std::pair<bool, std::string> available(int device) const { return cuda::available(device); }
+
+  int64_t batch_norm_floats(int64_t channels) const { return cuda::batch_norm_floats(channels); }
+
   void pack(const Buffer& codes, int bits, const Buffer& packed) const {
     const Codes of = codes_at(Entry("pack", codes.device), codes, packed, bits);
     const Where at("pack", codes);
-    py::gil_scoped_release release;
     cuda::pack(of.codes, of.n, bits, words_at(of.packed), at.device, at.stream);
   }
 
   void unpack(const Buffer& packed, int bits, const Buffer& codes) const {
     const Codes of = codes_at(Entry("unpack", codes.device), codes, packed, bits);
     const Where at("unpack", codes);
-    py::gil_scoped_release release;
     cuda::unpack(words_at(of.packed), of.n, bits, of.codes, at.device, at.stream);
   }
 
   void encode(const OwnedTable& table, const Buffer& x, const Buffer& packed, const SeedArgument& seed) const {
     const Elements of = encoded(Entry("encode", x.device), table, x, packed, seed);
     const Where at("encode", x);
-    py::gil_scoped_release release;
     cuda::encode(table.get(), of.from, item_of(of.dtype), of.n, words_at(of.packed), of.seed, at.device, at.stream);
   }
 
@@ -57,7 +57,6 @@ struct Cuda {
     const Elements of = multiplied(Entry("decode_mul", out.device), table, grad, packed, out);
     const bool is_scalar = grad.count != of.n;
     const Where at("decode_mul", out);
-    py::gil_scoped_release release;
     cuda::decode_mul(table.get(), of.from, item_of(of.dtype), of.n, words_at(of.packed), of.to, is_scalar, at.device, at.stream);
   }
 
@@ -65,7 +64,6 @@ struct Cuda {
                const Buffer& packed, const SeedArgument& seed) const {
     const Elements of = activated(Entry("forward", x.device), function, table, x, y, packed, seed);
     const Where at("forward", x);
-    py::gil_scoped_release release;
     cuda::forward(function, p0, p1, table.get(), of.from, item_of(of.dtype), of.n, of.to, words_at(of.packed), of.seed, at.device,
                   at.stream);
   }
@@ -81,7 +79,6 @@ struct Cuda {
     const int64_t* const address = seed.is_value ? nullptr : entry.seed("seed", seed);
     const auto [of, copy] = quantized(entry, shape, {}, {}, packed, ranges);
     const Where at("relu_quantized", x);
-    py::gil_scoped_release release;
     return cuda::relu_quantized(of, address_of<const void>(x), item_of(dtype), {address, seed.value}, result,
                                 words_at(bits_of_mask), words_at(copy.packed), copy.ranges, at.device, at.stream);
   }
@@ -107,7 +104,6 @@ struct Cuda {
     auto* to = out.exists ? entry.exactly<void>("out", out, grad.count, grad.item) : nullptr;
     const auto [of, copy] = quantized(entry, shape, {}, {}, packed, ranges);
     const Where at("batch_norm_backward", grad);
-    py::gil_scoped_release release;
     return cuda::batch_norm_backward(of, norm, words_at(copy.packed), copy.ranges, address_of<const void>(grad), item_of(dtype),
                                      to, at.device, at.stream);
   }
@@ -123,7 +119,6 @@ struct Cuda {
     const cuda::Seed key = {address, seed.value};
     const auto [of, copy] = quantized(entry, shape, order, counts, packed, ranges);
     const Where at("quantize", x);
-    py::gil_scoped_release release;
     const auto* from = address_of<const void>(x);
     if (shape.kind == CopyKind::uniform) {
       cuda::quantize(of, from, item_of(dtype), normalization, key, words_at(copy.packed), copy.ranges, at.device, at.stream);
@@ -145,7 +140,6 @@ struct Cuda {
     }
     std::copy(gains.begin(), gains.end(), by.of);
     const Where at("share_bits", squares);
-    py::gil_scoped_release release;
     cuda::share_bits(by, from, samples, extra, to, at.device, at.stream);
   }
 
@@ -155,7 +149,6 @@ struct Cuda {
     auto* to = entry.exactly<int64_t>("order", order, order.count, kInt64);
     auto* found = entry.exactly<int64_t>("counts", counts, kMaxBits + 1, kInt64);
     const Where at("order_samples", widths);
-    py::gil_scoped_release release;
     cuda::order_samples(from, order.count, to, found, at.device, at.stream);
   }
 
@@ -168,7 +161,6 @@ struct Cuda {
     const Streams streams = shape.streams();
     auto* to = entry.exactly<float>("out", out, streams.groups, 0);
     const Where at("squares", x);
-    py::gil_scoped_release release;
     const auto* from = address_of<const void>(x);
     if (shape.kind == CopyKind::uniform) {
       cuda::squares(streams, from, item_of(dtype), normalization, to, at.device, at.stream);
@@ -181,7 +173,6 @@ struct Cuda {
   void channel_statistics(const Buffer& x, const Buffer& out, const Buffer& mean, const Buffer& rstd, int64_t inner) const {
     const ChannelEstimate of = channel_estimate(Entry("channel_statistics", x.device), x, out, mean, rstd, inner);
     const Where at("channel_statistics", x);
-    py::gil_scoped_release release;
     cuda::channel_statistics(of.from, item_of(of.dtype), of.normalization, of.rows, of.channels, of.to, at.device, at.stream);
   }
 
@@ -195,7 +186,6 @@ struct Cuda {
     const StoredChannels numbers = entry.channels(channels, shape, scattered);
     const auto [of, copy] = quantized(entry, shape, order, counts, packed, ranges);
     const Where at("dequantize", out);
-    py::gil_scoped_release release;
     if (shape.is_rotated()) {
       cuda::dequantize_rotated(of, words_at(copy.packed), copy.ranges, value_map, numbers, address_of<void>(out), item_of(dtype),
                                at.device, at.stream);
@@ -207,7 +197,6 @@ struct Cuda {
   void grid_fixed(const Buffer& gamma, const Buffer& beta, int bits, const Buffer& grid) const {
     check_fixed(Entry("grid_fixed", gamma.device), gamma, beta, bits, grid);
     const Where at("grid_fixed", gamma);
-    py::gil_scoped_release release;
     cuda::grid_fixed(address_of<const float>(gamma), address_of<const float>(beta), gamma.count, bits, address_of<float>(grid),
                      at.device, at.stream);
   }
@@ -223,7 +212,6 @@ struct Cuda {
     const auto* result = entry.exactly<const void>("y", y, n, x.item);
     auto* to = entry.packed("packed", packed, n, bits);
     const Where at("encode_fixed", x);
-    py::gil_scoped_release release;
     cuda::encode_fixed(by, normalization, from, result, item_of(dtype), n, bits, words_at(to), at.device, at.stream);
   }
 
@@ -237,7 +225,6 @@ struct Cuda {
     auto* codes = entry.packed("packed", packed, n, bits);
     auto* to = entry.exactly<void>("out", out, n, out.item);
     const Where at("decode_fixed", out);
-    py::gil_scoped_release release;
     cuda::decode_fixed(by, times, words_at(codes), n, bits, activated, slope, to, item_of(dtype), at.device, at.stream);
   }
 
@@ -251,7 +238,6 @@ struct Cuda {
     auto* codes = entry.packed("packed", packed, n, bits);
     auto* to = entry.exactly<void>("out", out, n, grad.item);
     const Where at("mask_fixed", grad);
-    py::gil_scoped_release release;
     cuda::mask_fixed(by, words_at(codes), n, bits, slope, from, to, item_of(dtype), at.device, at.stream);
   }
 
@@ -280,49 +266,42 @@ struct Cuda {
 
 }  // namespace
 
-void bind_cuda(py::module_& module) {
-  py::class_<Cuda> bound(module, "Cuda", py::module_local(),
-                         "The kernels for CUDA devices. Buffers are as for Cpu. A kernel runs in torch's current stream of the "
-                         "buffers' device.");
-  bound.def_property_readonly_static("runtime_version", [](const py::object&) { return cuda::runtime_version(); })
-      .def_property_readonly_static("architectures", [](const py::object&) { return py::tuple(py::cast(cuda::architectures())); })
-      .def(
-          "available", [](const Cuda&, int device) { return cuda::available(device); }, py::arg("device") = -1,
-          "Return (usable, reason if not) for the kernels on this machine.")
-      .def("pack", &Cuda::pack, py::arg("codes"), py::arg("bits"), py::arg("packed"))
-      .def("unpack", &Cuda::unpack, py::arg("packed"), py::arg("bits"), py::arg("codes"))
-      .def("encode", &Cuda::encode, py::arg("table"), py::arg("x"), py::arg("packed"), py::arg("seed"))
-      .def("decode_mul", &Cuda::decode_mul, py::arg("table"), py::arg("grad"), py::arg("packed"), py::arg("out"))
-      .def("forward", &Cuda::forward, py::arg("function"), py::arg("p0"), py::arg("p1"), py::arg("table"), py::arg("x"),
-           py::arg("y"), py::arg("packed"), py::arg("seed"))
-      .def("quantize", &Cuda::quantize, py::arg("x"), py::arg("shape"), py::arg("order"), py::arg("counts"), py::arg("seed"),
-           py::arg("packed"), py::arg("ranges"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(),
-           py::arg("inner") = 1, py::arg("channels") = py::none())
-      .def("channel_statistics", &Cuda::channel_statistics, py::arg("x"), py::arg("out"), py::arg("mean") = py::none(),
-           py::arg("rstd") = py::none(), py::arg("inner") = 1)
-      .def("share_bits", &Cuda::share_bits, py::arg("squares"), py::arg("extra"), py::arg("gains"), py::arg("widths"))
-      .def("relu_quantized", &Cuda::relu_quantized, py::arg("x"), py::arg("shape"), py::arg("y"), py::arg("mask"),
-           py::arg("seed"), py::arg("packed"), py::arg("ranges"))
-      .def("batch_norm_backward", &Cuda::batch_norm_backward, py::arg("packed"), py::arg("ranges"), py::arg("shape"),
-           py::arg("grad"), py::arg("rstd"), py::arg("weight"), py::arg("memory"), py::arg("out"), py::arg("grad_weight"),
-           py::arg("grad_bias"))
-      .def(
-          "batch_norm_floats", [](const Cuda&, int64_t channels) { return cuda::batch_norm_floats(channels); },
-          py::arg("channels"), "Return the number of float32 in the argument `memory` of batch_norm_backward.")
-      .def("order_samples", &Cuda::order_samples, py::arg("widths"), py::arg("order"), py::arg("counts"))
-      .def("squares", &Cuda::squares, py::arg("x"), py::arg("shape"), py::arg("out"), py::arg("mean") = py::none(),
-           py::arg("rstd") = py::none(), py::arg("inner") = 1, py::arg("channels") = py::none())
-      .def("dequantize", &Cuda::dequantize, py::arg("packed"), py::arg("ranges"), py::arg("shape"), py::arg("order"),
-           py::arg("counts"), py::arg("out"), py::arg("scale") = py::none(), py::arg("shift") = py::none(),
-           py::arg("inner") = 1, py::arg("mask") = py::none(), py::arg("channels") = py::none())
-      .def("grid_fixed", &Cuda::grid_fixed, py::arg("gamma"), py::arg("beta"), py::arg("bits"), py::arg("grid"))
-      .def("encode_fixed", &Cuda::encode_fixed, py::arg("x"), py::arg("y"), py::arg("grid"), py::arg("inner"), py::arg("bits"),
-           py::arg("packed"), py::arg("mean") = py::none(), py::arg("rstd") = py::none(), py::arg("inner_of_entries") = 1)
-      .def("decode_fixed", &Cuda::decode_fixed, py::arg("packed"), py::arg("grid"), py::arg("inner"), py::arg("bits"),
-           py::arg("activated"), py::arg("slope"), py::arg("out"), py::arg("scale") = py::none(), py::arg("inner_of_entries") = 1)
-      .def("mask_fixed", &Cuda::mask_fixed, py::arg("grad"), py::arg("packed"), py::arg("grid"), py::arg("inner"),
-           py::arg("bits"), py::arg("slope"), py::arg("out"));
-  module.attr("cuda") = py::cast(Cuda{});
+void bind_cuda(PyObject* module) {
+  static PyMethodDef methods[] = {
+      method<&Cuda::available>("available(device=-1)", "Return (usable, reason if not) for the kernels on this machine."),
+      method<&Cuda::batch_norm_floats>("batch_norm_floats(channels)",
+                                       "Return the number of float32 in the argument `memory` of batch_norm_backward."),
+      method<&Cuda::pack>("pack(codes, bits, packed)"),
+      method<&Cuda::unpack>("unpack(packed, bits, codes)"),
+      method<&Cuda::encode>("encode(table, x, packed, seed)"),
+      method<&Cuda::decode_mul>("decode_mul(table, grad, packed, out)"),
+      method<&Cuda::forward>("forward(function, p0, p1, table, x, y, packed, seed)"),
+      method<&Cuda::quantize>("quantize(x, shape, order, counts, seed, packed, ranges, mean=None, rstd=None, inner=1, "
+                              "channels=None)"),
+      method<&Cuda::channel_statistics>("channel_statistics(x, out, mean=None, rstd=None, inner=1)"),
+      method<&Cuda::share_bits>("share_bits(squares, extra, gains, widths)"),
+      method<&Cuda::relu_quantized>("relu_quantized(x, shape, y, mask, seed, packed, ranges)"),
+      method<&Cuda::batch_norm_backward>("batch_norm_backward(packed, ranges, shape, grad, rstd, weight, memory, out, "
+                                         "grad_weight, grad_bias)"),
+      method<&Cuda::order_samples>("order_samples(widths, order, counts)"),
+      method<&Cuda::squares>("squares(x, shape, out, mean=None, rstd=None, inner=1, channels=None)"),
+      method<&Cuda::dequantize>("dequantize(packed, ranges, shape, order, counts, out, scale=None, shift=None, inner=1, "
+                                "mask=None, channels=None)"),
+      method<&Cuda::grid_fixed>("grid_fixed(gamma, beta, bits, grid)"),
+      method<&Cuda::encode_fixed>("encode_fixed(x, y, grid, inner, bits, packed, mean=None, rstd=None, inner_of_entries=1)"),
+      method<&Cuda::decode_fixed>("decode_fixed(packed, grid, inner, bits, activated, slope, out, scale=None, "
+                                  "inner_of_entries=1)"),
+      method<&Cuda::mask_fixed>("mask_fixed(grad, packed, grid, inner, bits, slope, out)"),
+      {}};
+  static PyGetSetDef properties[] = {
+      property<&Cuda::runtime_version>("runtime_version", "The version of the CUDA runtime, such as 13000 for 13.0."),
+      property<&Cuda::architectures>("architectures", "The compute capabilities of the kernels, times 10."),
+      {}};
+  make_class<Cuda>("fewbit._kernels.Cuda",
+                   "The kernels for CUDA devices. Buffers are as for Cpu. A kernel runs in torch's current stream of the "
+                   "buffers' device.",
+                   methods, properties);
+  add(module, "cuda", made(std::make_unique<Cuda>()));
 }
 
 }  // namespace fewbit::bindings

@@ -47,6 +47,9 @@ struct CopyShape {
 
   // The streams of a tensor whose samples all have `bits`.
   Streams streams() const { return one_stream(samples, features, group_size, bits); }
+
+  int64_t words() const { return streams().words; }
+  int64_t rows() const { return streams().groups + seed_rows(is_rotated()); }
 };
 
 // Checks the arguments. Throws std::invalid_argument.

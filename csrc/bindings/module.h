@@ -1,16 +1,16 @@
 // The parts of the Python module fewbit._kernels.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include "bindings/python.h"
 
 namespace fewbit::bindings {
 
 // Defines `Cpu` and `cpu_isas`.
-void bind_cpu(pybind11::module_& module);
+void bind_cpu(PyObject* module);
 
 #ifdef FEWBIT_WITH_CUDA
-// Defines `Cuda`, and `cuda`, an object of this class.
-void bind_cuda(pybind11::module_& module);
+// Defines `cuda`, the object with the kernels for CUDA devices.
+void bind_cuda(PyObject* module);
 #endif
 
 }  // namespace fewbit::bindings

@@ -6,12 +6,46 @@
 #include <string>
 #include <vector>
 
+#include "bindings/dlpack.h"
 #include "bindings/module.h"
 #include "common/functions.h"
 #include "cpu/kernels.h"
 
+using fewbit::bindings::dlpack::Exchange;
+using fewbit::bindings::dlpack::TensorView;
+
+namespace {
+
+const Exchange* torch_exchange;
+int device_of_tensors;
+
+int view_on_device(void* tensor, TensorView* view) {
+  const int failed = torch_exchange->view(tensor, view);
+  view->device_type = fewbit::bindings::dlpack::kCuda;
+  view->device = device_of_tensors;
+  return failed;
+}
+
+int default_stream(int32_t, int32_t, void** stream) {
+  *stream = nullptr;
+  return 0;
+}
+
+}  // namespace
+
 #pragma GCC visibility push(default)
 extern "C" {
+
+// Returns DLPack's functions by which tensors of the CPU are on a device.
+const Exchange* emulated_exchange(const Exchange* of_torch, int device) {
+  static Exchange changed;
+  torch_exchange = of_torch;
+  device_of_tensors = device;
+  changed = *of_torch;
+  changed.view = view_on_device;
+  changed.stream = default_stream;
+  return &changed;
+}
 
 // Sets the number of multiprocessors of the device, the first block of every grid that runs, and one of two orders in which
 // lanes run and copies happen.
@@ -45,7 +79,7 @@ const std::vector<FunctionInfo>& fused_functions() {
 }
 
 namespace bindings {
-void bind_cpu(pybind11::module_&) {}
+void bind_cpu(PyObject*) {}
 }  // namespace bindings
 
 }  // namespace fewbit

@@ -92,7 +92,7 @@ def test_results_past_the_caches(isa, dtype):
 
 
 SCRIPT = """
-import os, sys
+import ctypes, os, sys
 import numpy as np
 from fewbit import _kernels as kernels
 
@@ -100,7 +100,17 @@ codes = np.arange(1 << 18, dtype=np.uint8) & 7
 kernel = kernels.Cpu(kernels.cpu_isas()[0])
 
 used = 1
-kernels.use_torch(np.ndarray, {}, print, lambda: used, print)
+@ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(ctypes.c_uint32))
+def number_of_threads(written):
+    written[0] = used
+    return 0
+
+# Functions of DLPack, version 1, that are never called, because the buffers are no tensors.
+functions = (ctypes.c_uint64 * 7)(1, 0, 1, 1, 1, 1, 1)
+new_capsule = ctypes.pythonapi.PyCapsule_New
+new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+exchange = new_capsule(ctypes.addressof(functions), b"dlpack_exchange_api", None)
+kernels.use_torch(np.ndarray, exchange, ctypes.cast(number_of_threads, ctypes.c_void_p).value)
 
 def pack(threads):
     global used

@@ -31,7 +31,8 @@ FLAGS = "-std=c++17 -O1 -fPIC -w -ffp-contract=off -fno-strict-aliasing -fvisibi
 """-U_FORTIFY_SOURCE is needed because _longjmp with checks refuses to jump to another stack."""
 OF_MODULE = (  # sources besides those of kernels
     *("common/table.cpp", "cpu/allocation.cpp", "cpu/parallel.cpp"),
-    *("bindings/cuda.cpp", "bindings/entry.cpp", "bindings/module.cpp", "bindings/tensors.cpp"),
+    *("bindings/cuda.cpp", "bindings/entry.cpp", "bindings/module.cpp"),
+    *("bindings/python.cpp", "bindings/tensors.cpp"),
     "tests/cuda_emulation.cpp",
 )
 DEVICE = 1  # of the two devices that the emulation has
@@ -42,8 +43,8 @@ SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 
 needs_compiler = [
     pytest.mark.slow,  # compiles for tens of seconds
     pytest.mark.skipif(
-        COMPILER is None or not CSRC.exists() or not importlib.util.find_spec("pybind11"),
-        reason="needs a C++ compiler, the sources and pybind11",
+        COMPILER is None or not CSRC.exists(),
+        reason="needs a C++ compiler and the sources",
     ),
 ]
 """The marks of files whose tests use the emulation."""
@@ -117,7 +118,6 @@ class Emulation:
 
 def _native_with(library):
     """Return a second instance of the module `native`, which has the kernels of an extension module."""
-    # pybind11 keeps one module for each name.
     spec = importlib.util.spec_from_file_location(f"{library.stem}._kernels", library)
     kernels = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(kernels)
@@ -127,10 +127,22 @@ def _native_with(library):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "fewbit._kernels", kernels)
         patch.setattr(fewbit, "_kernels", kernels, raising=False)
-        # A torch for CUDA would ask the driver, which is not there.
-        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+        patch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", _exchange_on_device(library))
         spec.loader.exec_module(native)
     return native
+
+
+def _exchange_on_device(library):
+    """Return DLPack's functions of torch, changed so that tensors are on the emulated device."""
+    name, of_capsules = b"dlpack_exchange_api", ctypes.pythonapi
+    of_capsules.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    of_capsules.PyCapsule_GetPointer.argtypes = ctypes.py_object, ctypes.c_char_p
+    of_capsules.PyCapsule_New.restype = ctypes.py_object
+    of_capsules.PyCapsule_New.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+    emulated = ctypes.CDLL(str(library)).emulated_exchange
+    emulated.restype, emulated.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_int)
+    exchange = of_capsules.PyCapsule_GetPointer(torch.Tensor.__dlpack_c_exchange_api__, name)
+    return of_capsules.PyCapsule_New(emulated(exchange, DEVICE), name, None)
 
 
 @lru_cache
@@ -143,12 +155,10 @@ def emulation_in(folder: Path, has_pairs: bool) -> Emulation:
         folder: a folder that the processes of a test run share.
         has_pairs: whether there are instructions on pairs of 16-bit floats.
     """
-    import pybind11
-
     folder = folder / "emulation"
     folder.mkdir(exist_ok=True)
     library = folder / f"emulation{int(has_pairs)}.so"
-    includes = CSRC, CSRC / "tests" / "cuda_emulation", pybind11.get_include()
+    includes = CSRC, CSRC / "tests" / "cuda_emulation"
     flags = [f"-I{path}" for path in (*includes, sysconfig.get_path("include"))]
     flags += ["-DFEWBIT_WITH_CUDA", *FLAGS.split()]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.machinery
 import os
 import shutil
 import subprocess
@@ -19,8 +18,7 @@ BUILT_FROM = (
     "fewbit",
     "tables",
 )
-SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
-KERNELS = f"fewbit/_kernels{SUFFIX}"
+KERNELS = "fewbit/_kernels.abi3.so"
 
 
 class CompileError(Exception):

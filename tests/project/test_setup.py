@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,8 +25,8 @@ def test_kernels_of_an_earlier_build_do_not_stay(tmp_path):
         shutil.copy(SETUP.parent / name, tmp_path)
     for package in ("fewbit", "tables"):
         (tmp_path / package).mkdir()
-    built = "_kernels" + sysconfig.get_config_var("EXT_SUFFIX")
-    old = [tmp_path / place / "fewbit" / built for place in ("lib", ".")]
+    names = "_kernels.abi3.so", "_kernels" + sysconfig.get_config_var("EXT_SUFFIX")
+    old = [tmp_path / place / "fewbit" / name for place in ("lib", ".") for name in names]
     for path in old:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -37,6 +38,19 @@ def test_kernels_of_an_earlier_build_do_not_stay(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "installed without compiled kernels (FEWBIT_KERNELS=0)" in done.stderr
     assert not any(path.exists() for path in old)
+
+
+def test_kernels_of_this_build_stay_alone(build, tmp_path):
+    """Python would import kernels whose name has the version of Python before those that serve all versions."""
+    built = tmp_path / "_kernels.abi3.so"
+    for path in (built, tmp_path / "_kernels.cpython-311-x86_64-linux-gnu.so"):
+        path.touch()
+    command = SimpleNamespace(
+        extensions=[SimpleNamespace(name="fewbit._kernels")],
+        get_ext_fullpath=lambda name: str(built),
+    )
+    build["BuildKernels"].remove_other_kernels(command)
+    assert list(tmp_path.iterdir()) == [built]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Budgets for the calls of functions in one step of a layer, which cost the host's time for each small tensor.
 
-A call is what a profiler reports: of a Python function, or of a function written in C that Python code calls. A budget is the
+A call is what a profiler reports: of a Python function, or of a function written in C that Python code calls, apart from fewbit's
+kernels, which are the work itself. A budget is the
 number of calls of a converted layer minus that of torch's layer. It is a ratchet: a change that needs fewer calls has to lower it.
 """
 
@@ -75,9 +76,10 @@ def profiled(run):
     """Return the number of calls that `run` makes, and the code objects of fewbit's functions among them."""
     codes, count = [], 0
 
-    def profile(frame, event, _):
+    def profile(frame, event, called):
         nonlocal count
-        count += event in ("call", "c_call")
+        is_kernel = type(getattr(called, "__self__", None)).__module__ == "fewbit._kernels"
+        count += event in ("call", "c_call") and not is_kernel
         is_ours = frame.f_code.co_filename.startswith(FOLDER)
         if event == "call" and (is_ours or frame.f_code is IS_COMPILING):
             codes.append(frame.f_code)

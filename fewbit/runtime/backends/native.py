@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from functools import lru_cache
 from pathlib import Path
@@ -23,14 +24,16 @@ from fewbit.runtime.backends import reference
 from fewbit.runtime.backends.results import QuantizedForward
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.bit_sharing import gains_of
-from fewbit.runtime.format.buffers import check_dense
 from fewbit.runtime.format.encoding import Encoding, packed_words
 from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
 
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
-# A build of torch without CUDA has no streams.
-_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
-_kernels.use_torch(torch.Tensor, _DTYPES, check_dense, torch.get_num_threads, _stream)
+_torch_get_num_threads = ctypes.CDLL(torch._C.__file__).torch_get_num_threads
+_kernels.use_torch(
+    torch.Tensor,
+    torch.Tensor.__dlpack_c_exchange_api__,
+    ctypes.cast(_torch_get_num_threads, ctypes.c_void_p).value,
+)
 KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2}
 """The numbers of the kinds of copies in calls of kernels."""
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}

@@ -166,11 +166,7 @@ def rotated_error(bits: int, group: int = GROUP) -> float:
 
 
 def _positive_points(ends: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the points and weights of a quadrature rule on [0, ends[-1]], and the interval of every point.
-
-    Args:
-        ends: The right ends of the intervals, ascending. The integrand is smooth on each of them.
-    """
+    """Return the points, weights and intervals of a quadrature rule on [0, ends[-1]] for a function that is smooth between the ends."""
     node, share = np.polynomial.legendre.leggauss(_POINTS)
     edges = np.array([0.0, *ends])
     half = 0.5 * np.diff(edges)
@@ -225,13 +221,7 @@ def restore_uniform(x: np.ndarray, bits: int, noise: np.ndarray) -> np.ndarray:
 
 
 def _restore_rotated(x: np.ndarray, bits: int, signs: np.ndarray) -> np.ndarray:
-    """Rotate every row of x, take the nearest levels for normal numbers, and rotate back with EDEN's scale.
-
-    Args:
-        x: Groups, float64 (n, elements); the number of elements is a power of two.
-        bits: The bits of a code.
-        signs: Random signs, 1.0 or -1.0, in the shape of x.
-    """
+    """Rotate the groups x, float64 (n, 2**k), by `signs`, take the nearest normal levels, and rotate back with EDEN's scale."""
     y = walsh_hadamard(signs * x)
     norm = np.mean(y * y, axis=1, keepdims=True)
     breaks, levels = map(np.array, normal_levels(bits))

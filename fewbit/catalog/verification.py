@@ -242,14 +242,7 @@ def _loss(table, f, x):
 
 
 def _integral(integrand, ends, slope=1.0):
-    """Integrate over [ends[0], ends[-1]].
-
-    Args:
-        integrand: A function that is smooth between neighboring ends.
-        ends: Ascending points.
-        slope: A number whose square has about the size of the integrand, so that the quadrature is accurate for
-            derivatives of every size.
-    """
+    """Integrate a function that is smooth between the ends; `slope` squared has about the size of the integrand."""
     with needed_for("fewbit.verify"):
         from scipy.integrate import tanhsinh
 

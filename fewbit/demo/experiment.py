@@ -123,18 +123,7 @@ def _build(arm: Arm, settings, corpus, seed):
 
 
 def _run(settings, corpus, task, step) -> tuple[training.Run, tuple[int, int] | None, float]:
-    """Train one arm from one seed.
-
-    Args:
-        settings: The settings of the training.
-        corpus: The text.
-        task: The (arm, seed).
-        step: Called after every training step with the number of steps done.
-
-    Returns:
-        The losses, the saved bytes as `_counted` returns them (None unless the seed is 0), and the seconds of the
-        training.
-    """
+    """Train one arm from one seed; return its losses, the saved bytes (None unless the seed is 0), and the seconds."""
     arm, seed = task
     with one_thread():
         saved = _counted(_build(arm, settings, corpus, 0), settings, corpus) if seed == 0 else None

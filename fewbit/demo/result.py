@@ -266,10 +266,7 @@ class Demo(Result):
         yield f"{self.seconds:.0f} s of training, each on one thread, backend {self.backend}."
 
     def _stored_verdict(self) -> Iterator[str]:
-        """Yield a line for each arm with its mean difference in the stored results.
-
-        They are shown beside a run of one seed, because the difference of a single seed is mostly chance.
-        """
+        """Yield a line for each arm with its mean difference in the stored results, beside a run of one seed."""
         yield f"mean differences of those {self.stored['seeds']} seeds, ± their standard deviation:"
         names = {arm.name for arm in self.arms}
         arms = [arm for arm in self.stored["arms"][1:] if arm["name"] in names]

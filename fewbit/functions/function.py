@@ -84,10 +84,7 @@ def require(condition: bool, name: str, expected: str, **got: float) -> None:
 
 
 def _elementwise(f: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
-    """Extend f, which takes float64 arrays without NaN, to numbers and to arrays with NaN.
-
-    Underflow to zero and overflow to infinity are correct results, so NumPy's warnings about them are switched off.
-    """
+    """Extend f, which takes float64 arrays without NaN, to numbers and NaN. Underflow and overflow are correct results."""
 
     def call(x: np.ndarray) -> np.ndarray:
         x = np.asarray(x, dtype=np.float64)

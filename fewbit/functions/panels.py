@@ -200,11 +200,7 @@ class _Judge:
         self.allowed = 0.0
 
     def __call__(self, fits: _Fits) -> tuple[np.ndarray, np.ndarray]:
-        """Return two bool arrays: the panels to keep, and those of them whose polynomial does not agree with f.
-
-        Raises:
-            Unresolved: A panel that is not accurate enough cannot be halved.
-        """
+        """Return two bool arrays: the panels to keep, and those of them whose polynomial does not agree with f; or raise Unresolved."""
         order, left, right = self.order, fits.left, fits.right
         error = fits.errors[order]
         # The samples may miss the steepest place of f, so the interpolants raise the scale too. Inaccurate interpolants

@@ -1,9 +1,7 @@
-"""Pre-activation residual networks for 32 by 32 images (He et al., 2016b). Their shortcuts have no parameters.
+"""Pre-activation residual networks for 32 by 32 images (He et al., 2016b), as in section 4 of BLPA (Chakrabarti and Moseley, 2019).
 
-The paper BLPA (Chakrabarti and Moseley, 2019) measures these networks in section 4. A network has three stages of
-(depth - 2) / 9 bottleneck units. A unit has three blocks norm-ReLU-convolution, with filters of 1x1, 3x3 and 1x1. The
-outputs of units have 64, 128 and 256 channels. The depths 164, 254, 488 and 1001 are 9 n + 2 for n = 18, 28, 54 and
-111.
+A network has three stages of (depth - 2) / 9 bottleneck units, each of three blocks norm-ReLU-convolution, with 64, 128 and 256 channels.
+Shortcuts have no parameters.
 """
 
 from __future__ import annotations

@@ -97,10 +97,7 @@ class _FewBit(Guarded):
                 raise InputError(f"{name}: expected {expected}, got {shorten(value)}{hint}")
 
     def _run(self, function, input, *arguments):
-        """Return function(input, *arguments) with the module's bits and table.
-
-        If the module is in a model whose policy chooses bits of activations, the policy gives the bits.
-        """
+        """Return function(input, *arguments) with the module's bits and table, or the bits of the model's policy if it chooses them."""
         # Gradients in evaluation mode are exact: None stands for torch's own function.
         bits = self.bits if self.training else None
         guard = vars(self).get(GUARD)

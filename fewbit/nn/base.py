@@ -90,11 +90,9 @@ def _guarded(forward, name):
 
 
 def _signature_of(cls) -> inspect.Signature:
-    """Return the signature of torch's class plus the options of fewbit's mixins.
+    """Return the signature of torch's class, or of an `__init__` without `**kwargs`, plus the options of fewbit's mixins.
 
-    `torch.nn.utils.skip_init` looks for `device` in the signature, which `*args, **kwargs` would hide. If a subclass
-    defines `__init__`, the signature is that of `__init__`, unless the subclass is fewbit's and its `__init__` takes
-    `**kwargs`.
+    `torch.nn.utils.skip_init` looks for `device` in the signature, which `*args, **kwargs` would hide.
     """
     inits = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
     parameters = {}

@@ -32,11 +32,9 @@ class CrossEntropyLoss(Quantized, nn.CrossEntropyLoss):
 
 
 class LinearCrossEntropy(nn.Linear):
-    """A linear layer and the cross-entropy of its result, computed by `fewbit.functional.linear_cross_entropy`.
+    """The loss `nn.CrossEntropyLoss()(nn.Linear(in_features, out_features)(x), target)`, by `fewbit.functional.linear_cross_entropy`.
 
-    `LinearCrossEntropy(in_features, out_features)(x, target)` is the loss that
-    `nn.CrossEntropyLoss()(nn.Linear(in_features, out_features)(x), target)` computes. The parameters have the names of
-    those of nn.Linear.
+    The parameters have the names of those of nn.Linear.
 
     Args:
         in_features: the number of features.
@@ -46,7 +44,7 @@ class LinearCrossEntropy(nn.Linear):
         ignore_index: the target that does not count.
         reduction: "mean", "sum" or "none".
         label_smoothing: as in torch's cross_entropy, 0 to 1.
-        chunk_size: the number of rows in a chunk, or None, as in `fewbit.functional.linear_cross_entropy`.
+        chunk_size: the number of rows in a chunk, or None.
         device: the device of the parameters.
         dtype: the dtype of the parameters.
     """

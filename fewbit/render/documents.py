@@ -58,12 +58,7 @@ class Document(Result):
 
 
 def _check_texts(value, place: tuple = ()) -> None:
-    """Raise InputError if a text has unprintable characters, since the file may come from an untrusted source.
-
-    Args:
-        value: A document, or a part of one at the path `place`. Lists and dicts are searched.
-        place: The keys and indices that lead from the document to `value`, for the message.
-    """
+    """Raise InputError, with the path `place`, if a text of a document has unprintable characters: files may be untrusted."""
     if isinstance(value, dict):
         for key, inside in value.items():
             _check_texts(key, place)

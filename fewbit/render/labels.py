@@ -55,31 +55,14 @@ def add_labels(axes, labels) -> None:
 
 
 def _aligned(where: float, gap: float, length: float, axis: int) -> tuple[str, float]:
-    """Return the alignment of a label along one axis, and the label's offset from its point in points.
-
-    Args:
-        where: The component of the label's direction along the axis, -1 to 1.
-        gap: The distance between the point's center and the label, in points.
-        length: The extent of the label along the axis, in points.
-        axis: 0 for x, 1 for y.
-    """
+    """Return the alignment of a label along an axis (0 or 1), in the direction `where` of -1 to 1, and its offset in points."""
     if where in ALIGNED:
         return ALIGNED[where][axis], where * gap
     return "center", where * (gap + length / 2)
 
 
 def _boxes(place, size, radius: float, pixels: float):
-    """Yield possible boxes of a label around a marker, as (box, side, gap), the preferred ones first.
-
-    A box is (x0, y0, x1, y1) in pixels, `side` is its direction from the marker, and `gap` is its distance from the
-    marker's center in points.
-
-    Args:
-        place: The marker's center (x, y), in pixels.
-        size: The width and height of the label, in pixels.
-        radius: The marker's radius, in pixels.
-        pixels: The number of pixels per point.
-    """
+    """Yield boxes (x0, y0, x1, y1) in pixels for a label around a marker, the preferred first, as (box, side, gap in points)."""
     for distance, side in product(DISTANCES, SIDES + BETWEEN):
         gap, where = radius + distance * pixels, np.array(side)
         low = place + where * gap + (where - 1) / 2 * size
@@ -87,11 +70,7 @@ def _boxes(place, size, radius: float, pixels: float):
 
 
 def _hidden(found, place, radius: float, lines, pixels: float) -> tuple[bool, bool, int]:
-    """Return a sort key by which the best box of a label, an item of `_boxes`, comes first.
-
-    The key is (whether a line lies between the label and its marker, whether the label covers a line, the number of
-    sampled positions of lines that the label covers).
-    """
+    """Return a sort key: whether a line lies between label and marker, whether the label covers one, and how much of lines."""
     box, side, gap = found
     between = [place + np.array(side) * step for step in np.linspace(radius, gap * pixels, 5)]
     is_apart = any(_covered((*point, *point), lines, STEP) for point in between)

@@ -92,18 +92,8 @@ def _is_repeated(columns: Sequence[Column], lines: Sequence[Line], number: int, 
 def fit(columns: Sequence[Column], rows: Sequence[tuple[str, ...]], width: int) -> tuple:
     """Choose columns and their widths so that the table fits `width` characters, and shorten names.
 
-    First, columns that may be left out are dropped, in the order of their attribute `drop`. Then columns of the kinds
-    "name" and "text" get narrower, the widest first. Names are shortened so that different names stay different, if
-    there is room for that.
-
-    Args:
-        columns: All columns of the table.
-        rows: The texts of all cells, one tuple for each row.
-        width: The number of characters per line.
-
-    Returns:
-        (places, texts, widths): the indices of the columns to show, the texts of their cells for each row, and their
-        widths in characters.
+    Columns are dropped in the order of `drop`; then "name" and "text" get narrower, the widest first. Different names stay different, if
+    there is room. Returns (indices of the shown columns, texts of their cells for each row, widths in characters).
     """
     widths = [
         max(map(len, cells))

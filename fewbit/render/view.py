@@ -9,17 +9,15 @@ from typing import Any, Literal, NamedTuple
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. It makes the texts of its cells from the objects that stand for rows.
+    """A column of a table, which makes the texts of its cells from the objects that stand for rows.
 
     Args:
         title: The text of the header.
         cell: A function that makes the text of a cell from a row.
-        kind: What a narrow terminal does with the column. "number" or "word": the column is shown in full or not at
-            all. "name": the cells are shortened. "text": the cells are wrapped. Numbers are right-aligned.
-        drop: If the terminal is narrow, columns are left out in the order of this number, 1 first. A column with 0 is
-            never left out.
-        least: For a "name" or "text": the width in characters below which the column shrinks only after all columns
-            that may be left out have been left out.
+        kind: What a narrow terminal does: "number" (right-aligned) and "word" are shown in full or not at all, "name" is
+            shortened, "text" is wrapped.
+        drop: The order in which columns are left out, 1 first; 0 for never.
+        least: For a "name" or "text": the width below which the column shrinks only after columns have been left out.
         once: Whether a terminal leaves a cell empty if its value equals the value above.
         style: A function that makes the style of a cell, as rich names styles, from a row.
     """

@@ -98,15 +98,7 @@ def _is_same(value, constant) -> bool:
 
 
 def _if(type_: str, test) -> Callable:
-    """Make a check that applies `test` to values of one type and accepts all others, as JSON Schema requires.
-
-    Args:
-        type_: The type's name in JSON Schema, such as "number".
-        test: A function (value, limit) that returns whether the value satisfies the limit.
-
-    Returns:
-        A function (value, limit) that returns a bool.
-    """
+    """Make a check that applies `test(value, limit)` to values of one JSON type and accepts all others, as JSON Schema requires."""
     return lambda value, limit: not _TYPES[type_](value) or test(value, limit)
 
 
@@ -130,16 +122,7 @@ _SILENT = {"$schema", "$id", "$defs", "title", "description"}
 
 
 def _find(value, rules, root) -> tuple[list, str] | None:
-    """Find the first place at which parsed JSON violates a schema.
-
-    Args:
-        value: The parsed JSON.
-        rules: The schema: a dict, or True if everything is allowed.
-        root: The schema to which local `$ref`s refer.
-
-    Returns:
-        (path, message), with the path as a list of keys and indices, or None if the value is valid.
-    """
+    """Return (path of keys and indices, message) of the first place at which parsed JSON violates a schema, or None."""
     if rules is True:
         return None
     if "$ref" in rules:

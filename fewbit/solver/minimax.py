@@ -145,11 +145,7 @@ def _end_cut(path, cell, value):
 
 
 def _trim(path, level, radius):
-    """Remove the longest beginning of the path that is within `radius` of `level`.
-
-    Returns:
-        The rest of the path, and the number of removed cells.
-    """
+    """Remove the longest beginning of the path that is within `radius` of `level`; return (the rest, the number of removed cells)."""
     outside = np.abs(path - level) > radius
     cells = np.flatnonzero(outside.any(axis=1))
     if len(cells) == 0:

@@ -252,10 +252,7 @@ def _positions(nodes, alive):
 
 
 def _union(last, parts, *, with_ends=True):
-    """Return the positions in [0, last] that occur in any array of `parts`, ascending.
-
-    The positions 0 and `last` are always included if `with_ends` is true. A mask is much faster than sorting.
-    """
+    """Return the positions in [0, last] that occur in any array of `parts`, ascending; with the ends if `with_ends`."""
     mask = np.zeros(last + 1, dtype=bool)
     mask[[0, last]] = with_ends
     for part in parts:

@@ -125,11 +125,7 @@ def relax_levels(cells, count, pinned, effort, most=None):
 
 
 def _fewer_atoms(value, mass, most):
-    """Keep about `most` atoms; move the mass between two kept atoms to them, with the same mean, which keeps the bound valid.
-
-    Returns:
-        The values and the masses of the kept atoms, and the increase of the total spread.
-    """
+    """Return values and masses of about `most` atoms, to which the mass between them moves, and the increase of the total spread."""
     kept = np.unique(np.linspace(0, len(value) - 1, most).astype(np.int64))
     starts = kept[:-1]
     low, high = value[starts], value[kept[1:]]

@@ -204,10 +204,7 @@ def _evaluate(landscape, cells, levels):
 
 
 def _held(cells, levels, gradient):
-    """Return a bool mask (K,) of the levels that equal f' on a whole interval and are optimal there.
-
-    At such a level the gradient jumps from negative to positive. The first and the last level are never included.
-    """
+    """Return a bool mask (K,) of the inner levels that equal f' on a whole interval, where the gradient jumps up through 0."""
     flat = cells.lowest == cells.highest
     held = np.zeros(len(levels), dtype=bool)
     for k in range(1, len(levels) - 1):

@@ -647,10 +647,7 @@ def _heights(counts, edges):
 
 
 def _normalized(density, widths):
-    """Divide the heights of a histogram by their integral.
-
-    A density that is already normalized is not changed, so that documents round-trip.
-    """
+    """Divide the heights of a histogram by their integral, unless that is 1 already, so that documents round-trip."""
     scaled = _unit(density)
     total = math.fsum(scaled * widths)
     with np.errstate(over="ignore"):

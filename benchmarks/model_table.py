@@ -175,10 +175,10 @@ def tables(about, rows):
         "",
         f"The median of all models is {middle:.1f}. {len(few)} models are below {FEW}:",
         "",
-        "| model | 2 bits | 2 bits, everything | why: what is saved in full, as a share of the saved bytes |",
-        "|---|---|---|---|",
+        "| model | 2 bits | 2 bits, everything |",
+        "|---|---|---|",
         *(
-            f"| {row['model']} | {row['times_less_2']:.1f} | {row['times_less_2_everything']:.1f} | {row['remains']} |"
+            f"| {row['model']} | {row['times_less_2']:.1f} | {row['times_less_2_everything']:.1f} |"
             for row in few
         ),
         "",

@@ -178,7 +178,10 @@ def cpu_jobs(compiler, includes, with_cuda):
     common = [*compiler, *COMMON_FLAGS, *includes, *(["-DFEWBIT_HAVE_X86"] if x86 else [])]
     command = [*common, *(["-DFEWBIT_WITH_CUDA"] if with_cuda else [])]
     sources = (
-        *(f"bindings/{name}.cpp" for name in ("cpu", "entry", "module", "python", "tensors")),
+        *(
+            f"bindings/{name}.cpp"
+            for name in ("cpu", "entry", "module", "python", "tensors", "torch_shim")
+        ),
         *(["bindings/cuda.cpp"] if with_cuda else []),
         "common/table.cpp",
         "cpu/allocation.cpp",

@@ -2,6 +2,9 @@
 
 #include "bindings/entry.h"
 #include "bindings/module.h"
+#include "bindings/torch_ops.h"
+#include "common/seeds.h"
+#include "cpu/allocation.h"
 #include "cpu/memory.h"
 #include "cpu/parallel.h"
 #include "cpu/quantizer.h"
@@ -80,6 +83,31 @@ class Cpu {
     std::fill(copy.packed + plan.streams.words, copy.packed + copy.words, 0u);
     std::fill(copy.ranges + plan.streams.groups * kColumns, copy.seed_rows(), uint16_t{0});
     if (shape.is_rotated()) store_seed(key, copy.seed_rows());
+  }
+
+  // Quantizes a tensor whose samples all have the bits of `shape`, and which nothing changes before.
+  void quantize_alike(const Buffer& x, const CopyShape& shape, const SeedArgument& seed, const Buffer& packed,
+                      const Buffer& ranges) const {
+    quantize(x, shape, {}, seed, packed, ranges, {}, {}, 1, {});
+  }
+
+  // Dequantizes such a tensor.
+  void dequantize_alike(const Buffer& packed, const Buffer& ranges, const CopyShape& shape, const Buffer& out) const {
+    dequantize(packed, ranges, shape, {}, out, {}, {}, 1, {}, {});
+  }
+
+  bool register_ops(const OwnedTable& step) const { return Ops<Cpu>::add("CPU", *this, step); }
+
+  void share_bits(const Buffer& squares, int64_t extra, const std::vector<float>& gains, const Buffer& widths) const {
+    const SharedBits of = shared_bits(Entry("share_bits", kDevice), squares, extra, gains, widths);
+    fewbit::share_bits(gains.data(), of.squares, of.samples, extra, of.widths);
+  }
+
+  void draw_seeds(const Buffer& counter, const Buffer& out) const {
+    const Seeds of = seeds_at(Entry("draw_seeds", kDevice), counter, out);
+    const auto start = static_cast<uint64_t>(*of.counter);
+    for (int64_t i = 0; i < of.count; ++i) of.out[i] = static_cast<int64_t>(drawn_seed(start, i));
+    *of.counter = static_cast<int64_t>(advanced(start, of.count));
   }
 
   void squares(const Buffer& x, const CopyShape& shape, const Buffer& out, const Buffer& mean, const Buffer& rstd,
@@ -241,6 +269,13 @@ void bind_cpu(PyObject* module) {
                              "have the bits of `shape`. mean, rstd: float32, or None; element e is (x - mean[i]) rstd[i], i = "
                              "e / inner % their length. channels: (count, 2) bfloat16, the results of channel_statistics, "
                              "which are taken out; or None."),
+      method<&Cpu::register_ops>("register_ops(step)",
+                                 "Let torch's dispatcher call the ops of compiled models in C++, if load_shim has found its "
+                                 "interface; return whether it does. step: the table whose code of x is x > 0; it must never be "
+                                 "deleted."),
+      method<&Cpu::share_bits>("share_bits(squares, extra, gains, widths)",
+                               "Divide `extra` bits, and one bit for each sample, among the samples."),
+      method<&Cpu::draw_seeds>("draw_seeds(counter, out)", "Draw int64 seeds from a counter, one int64, and advance it."),
       method<&Cpu::squares>("squares(x, shape, out, mean=None, rstd=None, inner=1, channels=None)",
                             "Compute length * range^2 of each group in float32, or its energy in a rotated copy. mean, rstd, "
                             "channels as in quantize."),

@@ -6,6 +6,7 @@
 
 #include "bindings/entry.h"
 #include "bindings/module.h"
+#include "bindings/torch_ops.h"
 #include "cuda/kernels.h"
 
 namespace fewbit::bindings {
@@ -128,19 +129,31 @@ struct Cuda {
     }
   }
 
+  // Quantizes a tensor whose samples all have the bits of `shape`, and which nothing changes before.
+  void quantize_alike(const Buffer& x, const CopyShape& shape, const SeedArgument& seed, const Buffer& packed,
+                      const Buffer& ranges) const {
+    quantize(x, shape, {}, {}, seed, packed, ranges, {}, {}, 1, {});
+  }
+
+  // Dequantizes such a tensor.
+  void dequantize_alike(const Buffer& packed, const Buffer& ranges, const CopyShape& shape, const Buffer& out) const {
+    dequantize(packed, ranges, shape, {}, {}, out, {}, {}, 1, {}, {});
+  }
+
+  bool register_ops(const OwnedTable& step) const { return Ops<Cuda>::add("CUDA", *this, step); }
+
   void share_bits(const Buffer& squares, int64_t extra, const std::vector<float>& gains, const Buffer& widths) const {
-    const Entry entry("share_bits", squares.device);
-    const int64_t samples = widths.count;
-    const auto* from = entry.exactly<const float>("squares", squares, samples, 0);
-    auto* to = entry.exactly<uint8_t>("widths", widths, samples, kUint8);
+    const SharedBits of = shared_bits(Entry("share_bits", squares.device), squares, extra, gains, widths);
     cuda::Gains by;
-    if (gains.size() != std::size(by.of)) refuse("gains", "7 numbers", std::to_string(gains.size()));
-    if (extra < 0 || extra > samples * static_cast<int64_t>(gains.size())) {
-      refuse("extra", "a number of bits from 0 to 7 a sample", std::to_string(extra));
-    }
     std::copy(gains.begin(), gains.end(), by.of);
     const Where at("share_bits", squares);
-    cuda::share_bits(by, from, samples, extra, to, at.device, at.stream);
+    cuda::share_bits(by, of.squares, of.samples, extra, of.widths, at.device, at.stream);
+  }
+
+  void draw_seeds(const Buffer& counter, const Buffer& out) const {
+    const Seeds of = seeds_at(Entry("draw_seeds", out.device), counter, out);
+    const Where at("draw_seeds", out);
+    cuda::draw_seeds(of.counter, of.count, of.out, at.device, at.stream);
   }
 
   void order_samples(const Buffer& widths, const Buffer& order, const Buffer& counts) const {
@@ -280,6 +293,8 @@ void bind_cuda(PyObject* module) {
                               "channels=None)"),
       method<&Cuda::channel_statistics>("channel_statistics(x, out, mean=None, rstd=None, inner=1)"),
       method<&Cuda::share_bits>("share_bits(squares, extra, gains, widths)"),
+      method<&Cuda::draw_seeds>("draw_seeds(counter, out)"),
+      method<&Cuda::register_ops>("register_ops(step)"),
       method<&Cuda::relu_quantized>("relu_quantized(x, shape, y, mask, seed, packed, ranges)"),
       method<&Cuda::batch_norm_backward>("batch_norm_backward(packed, ranges, shape, grad, rstd, weight, memory, out, "
                                          "grad_weight, grad_bias)"),

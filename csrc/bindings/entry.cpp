@@ -54,6 +54,18 @@ Codes codes_at(const Entry& entry, const Buffer& codes, const Buffer& packed, in
   return {codes.count, at, entry.packed("packed", packed, codes.count, bits)};
 }
 
+SharedBits shared_bits(const Entry& entry, const Buffer& squares, int64_t extra, const std::vector<float>& gains, const Buffer& widths) {
+  const int64_t samples = widths.count;
+  const auto levels = static_cast<int64_t>(gains.size());
+  if (levels != kMaxBits - 1) refuse("gains", "7 numbers", std::to_string(levels));
+  if (extra < 0 || extra > samples * levels) refuse("extra", "a number of bits from 0 to 7 a sample", std::to_string(extra));
+  return {entry.exactly<const float>("squares", squares, samples, 0), samples, entry.exactly<uint8_t>("widths", widths, samples, kUint8)};
+}
+
+Seeds seeds_at(const Entry& entry, const Buffer& counter, const Buffer& out) {
+  return {entry.exactly<int64_t>("counter", counter, 1, kInt64), out.count, entry.exactly<int64_t>("out", out, out.count, kInt64)};
+}
+
 Elements encoded(const Entry& entry, const OwnedTable& table, const Buffer& x, const Buffer& packed, const SeedArgument& seed) {
   const DType dtype = entry.floating("x", x);
   const auto* from = entry.exactly<const void>("x", x, x.count, x.item);

@@ -226,6 +226,24 @@ struct Codes {
 
 Codes codes_at(const Entry& entry, const Buffer& codes, const Buffer& packed, int bits);
 
+// The checked arguments of `share_bits`.
+struct SharedBits {
+  const float* squares;
+  int64_t samples;
+  uint8_t* widths;
+};
+
+SharedBits shared_bits(const Entry& entry, const Buffer& squares, int64_t extra, const std::vector<float>& gains, const Buffer& widths);
+
+// A counter of seeds, and the seeds to draw.
+struct Seeds {
+  int64_t* counter;
+  int64_t count;
+  int64_t* out;
+};
+
+Seeds seeds_at(const Entry& entry, const Buffer& counter, const Buffer& out);
+
 // The checked arguments of an entry for an x or a gradient of n elements.
 struct Elements {
   DType dtype;

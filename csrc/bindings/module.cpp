@@ -10,6 +10,7 @@
 
 #include "bindings/entry.h"
 #include "bindings/tensors.h"
+#include "bindings/torch_shim.h"
 #include "common/fixed_point.h"
 #include "common/table.h"
 #include "cpu/allocation.h"
@@ -123,6 +124,9 @@ void bind_common(PyObject* module) {
                         "Choose n uint8 bits from n rows of 8 float64 variances and n int64 sizes, such that the sum of "
                         "elements * bits stays within the budget."),
       method<&checked_packed_words>("packed_words(n, bits)", "Return the number of int32 words that n elements take."),
+      method<&load_shim>("load_shim(path)",
+                         "Look for torch's C interface in the loaded library at path and in those that it depends on; return True "
+                         "if it is there."),
       method<&use_openmp_of>("use_openmp_of(path)",
                              "Use the OpenMP runtime that the loaded library at path uses; return True if there is one."),
       {}};

@@ -1,6 +1,7 @@
 #include "cpu/allocation.h"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "common/planes.h"
@@ -79,6 +80,26 @@ void allocate(const double* variances, const int64_t* elements, int64_t n, int64
       std::push_heap(heap.begin(), heap.end(), is_later_gain);
     }
   }
+}
+
+void share_bits(const float* gains, const float* squares, int64_t samples, int64_t extra, uint8_t* widths) {
+  struct Bit {
+    float gain;
+    int64_t index;  // level * samples + sample
+  };
+  std::vector<Bit> bits;
+  bits.reserve(static_cast<size_t>(samples) * (kMaxBits - 1));
+  for (int level = 0; level < kMaxBits - 1; ++level) {
+    for (int64_t n = 0; n < samples; ++n) {
+      const float gain = std::isfinite(squares[n]) ? gains[level] * squares[n] : 0.0f;
+      bits.push_back({gain, level * samples + n});
+    }
+  }
+  // Of equal gains, those of lower levels come first, so that every sample gets its second bit before any gets a third.
+  const auto is_better = [](const Bit& a, const Bit& b) { return a.gain != b.gain ? a.gain > b.gain : a.index < b.index; };
+  if (extra > 0 && extra < static_cast<int64_t>(bits.size())) std::nth_element(bits.begin(), bits.begin() + extra - 1, bits.end(), is_better);
+  std::fill(widths, widths + samples, uint8_t{1});
+  for (int64_t i = 0; i < extra; ++i) ++widths[bits[static_cast<size_t>(i)].index % samples];
 }
 
 }  // namespace fewbit

@@ -13,4 +13,10 @@ namespace fewbit {
 void allocate(const double* variances, const int64_t* elements, int64_t n, int64_t budget, int least, int most,
               uint8_t* bits);
 
+// Divides samples + extra bits among the samples of a tensor, so that rounding adds the least variance: widths (samples,), each 1 to 8.
+//
+// gains: (7,) by how much each bit beyond the first lowers the variance, descending. squares (samples,): the numbers to which the
+// variances are proportional; those that are not finite count as 0.
+void share_bits(const float* gains, const float* squares, int64_t samples, int64_t extra, uint8_t* widths);
+
 }  // namespace fewbit

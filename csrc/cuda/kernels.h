@@ -45,6 +45,9 @@ void encode(const Table& table, const void* x, int dtype, int64_t n, int32_t* pa
 void decode_mul(const Table& table, const void* grad, int dtype, int64_t n, const int32_t* packed, void* out,
                 bool grad_is_scalar, int device, void* stream);
 
+// Draws `count` seeds from a counter, and advances it (common/seeds.h). Both are device memory.
+void draw_seeds(int64_t* counter, int64_t count, int64_t* out, int device, void* stream);
+
 // Computes y (n,) = f(x) and the packed codes of x. y may be x. `function` is the position in FEWBIT_FUNCTIONS, p0 and p1 are
 // its parameters. x is float32, float16 or bfloat16.
 void forward(int function, double p0, double p1, const Table& table, const void* x, int dtype, int64_t n,

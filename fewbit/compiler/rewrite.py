@@ -21,13 +21,14 @@ from fewbit.config import MASKED, ROTATED, UNIFORM, usual_kind
 from fewbit.convert.settings import ResolvedSettings
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.channels import LEAST_ROWS, usual_features
-from fewbit.runtime.ops.activation_ops import (
+from fewbit.runtime.ops.dense_ops import (
+    dequantize_dense_op,
     pack_mask_op,
     pack_op,
+    quantize_dense_op,
     unpack_mask_op,
     unpack_op,
 )
-from fewbit.runtime.ops.quantizer_ops import dequantize_op, quantize_op
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -189,26 +190,18 @@ class Rewriter:
         order = _order(value)
         source = self._call(aten.permute.default, (node, order))
         shape = [value.shape[dim] for dim in order]
-        size, stride = self._sizes(shape), self._sizes(layout.contiguous_stride(shape))
+        size = self._sizes(shape)
         channels = _channels(root, order) if kind == ROTATED else 0
-        arguments = (
-            source,
-            stride,
-            self._seeds[node],
-            bits,
-            settings.group_size,
-            kind,
-            channels,
-        )
-        result = self._call(quantize_op, arguments)
+        arguments = source, self._seeds[node], bits, settings.group_size, kind, channels
+        result = self._call(quantize_dense_op, arguments)
         saved = [self._call(operator.getitem, (result, i)) for i in range(3 if channels else 2)]
 
         def restore():
             packed, ranges, *numbers = saved
-            place = size, stride, value.dtype, kind, None, *numbers
+            how = bits, settings.group_size, size, value.dtype, kind, *numbers
             back = self._call(
-                dequantize_op,
-                (packed, ranges, bits, settings.group_size, *place),
+                dequantize_dense_op,
+                (packed, ranges, *how),
                 like=node,
                 tag=True,
             )

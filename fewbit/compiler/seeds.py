@@ -13,16 +13,12 @@ from __future__ import annotations
 import torch
 from torch.library import register_fake
 
+from fewbit.runtime import backends
 from fewbit.runtime.ops.library import define
-
-_STEP = -7046029254386353131
-"""2^64 / golden ratio, as a signed number: the distance of counters, as in the generator SplitMix64."""
-_FACTORS = -4658895280553007687, -7723592293110705685
-_SHIFTS = 30, 27, 31
 
 
 class _Counter:
-    """The number of draws on one device, multiplied by `_STEP`, and the seed of torch's generator when it started."""
+    """The counter of one device, and the seed of torch's generator when it started."""
 
     def __init__(self, device: torch.device):
         self.value = torch.zeros(1, dtype=torch.int64, device=device)
@@ -32,31 +28,12 @@ class _Counter:
         start = torch.initial_seed()
         if start != self.start:
             # Not in a CUDA graph: the seed does not change while a graph is captured.
-            self.value.fill_(_signed(start))
+            self.value.fill_((start + 2**63) % 2**64 - 2**63)
             self.start = start
-        numbers = torch.arange(1, count + 1, dtype=torch.int64, device=self.value.device)
-        seeds = mixed(self.value + numbers * _STEP)
-        self.value += _signed(count * _STEP)
-        return seeds
+        return backends.of(self.value).draw_seeds(self.value, count)
 
 
 _counters: dict[torch.device, _Counter] = {}
-
-
-def mixed(x: torch.Tensor) -> torch.Tensor:
-    """Return SplitMix64's function of each number of x, int64. Different numbers have different results."""
-    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
-        x = (x ^ _shifted(x, shift)) * factor
-    return x
-
-
-def _shifted(x, count):
-    """Return x >> count of unsigned numbers; torch's shift of int64 repeats the sign."""
-    return (x >> count) & (2 ** (64 - count) - 1)
-
-
-def _signed(number: int) -> int:
-    return (number + 2**63) % 2**64 - 2**63
 
 
 def counter_of(device: torch.device) -> _Counter:

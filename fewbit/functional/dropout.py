@@ -31,7 +31,7 @@ from fewbit.runtime.format.encoding import Encoding, mask_text
 from fewbit.runtime.interop.compiler_constants import constant
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_plain
-from fewbit.runtime.ops import activation_ops
+from fewbit.runtime.ops import activation_ops, dense_ops
 from fewbit.runtime.quantizers import computed
 from fewbit.runtime.quantizers.quantizer import is_differentiated
 from fewbit.runtime.saved import offload
@@ -159,7 +159,7 @@ class _Dropout(SavingFunction):
         if fused and x.device.type in _FUSED:
             y, mask = torch.native_dropout(x, p, True)
             ctx.encoding = mask_text(1.0 / (1.0 - p))
-            packed = activation_ops.pack_op(layout.storage_order(mask.view(torch.uint8)), 1)
+            packed = dense_ops.pack_op(layout.storage_order(mask.view(torch.uint8)), 1)
         else:
             y, mask, packed = _drawn(x, p, kind, features, inplace, plain)
             ctx.encoding = mask_text(_factor(p, kind, x.dtype))

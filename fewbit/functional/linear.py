@@ -18,7 +18,7 @@ from fewbit.runtime.interop.original_functions import functional as torch_functi
 from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, check_tensors, overrides_functions
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.probes import gradient_errors
-from fewbit.runtime.quantizers import copies
+from fewbit.runtime.quantizers import computed, copies
 from fewbit.runtime.quantizers.quantizer import (
     Quantizer,
     is_differentiated,
@@ -125,10 +125,11 @@ class _Linear(SavingFunction):
         saved = quantizer.quantize_or_reuse(x, (-1,), needs_x) if needs_weight else None
         y = copies.keep(ctx, y, weight=weight if needs_x else None, x=saved)
         if quantizer.recomputes_linear:
-            saved = saved or quantizer.copy_of(x)  # which another layer may have made
+            saved = saved or computed.copy_of(quantizer, x)  # which another layer may have made
             if saved is not None:
                 parameters = [parameter for parameter in (weight, bias) if parameter is not None]
-                quantizer.share_linear(ctx, y, _again, saved, *map(copies.unquantized, parameters))
+                of = saved, *map(copies.unquantized, parameters)
+                computed.share_linear(quantizer, ctx, y, _again, *of)
         return y
 
     @staticmethod

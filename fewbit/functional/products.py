@@ -43,7 +43,7 @@ from fewbit.runtime.interop.autocast import with_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import check_tensors
 from fewbit.runtime.parallel import shards
-from fewbit.runtime.quantizers import copies
+from fewbit.runtime.quantizers import computed, copies
 from fewbit.runtime.quantizers.quantizer import (
     Quantizer,
     is_differentiated,
@@ -360,7 +360,7 @@ class _Gated(SavingFunction):
         up_copy = quantizer.quantize_independent(up, gate, features=(-1,)) if needs_gate else None
         if needs_gate and needs_copy:
             compute = partial(_product, activation)
-            quantizer.share_computed(y, compute, (gate_copy, up_copy))
+            computed.share_result(quantizer, y, compute, (gate_copy, up_copy))
         return copies.keep(ctx, y, gate=gate_copy, up=up_copy)
 
     @staticmethod

@@ -73,6 +73,21 @@ def check_encoding(backend, table, x, seed=None):
         assert same(in_storage_order(out), expected)
 
 
+# -- seeds -----------------------------------------------------------------------------------------------------
+
+
+def test_seeds_are_those_of_splitmix64(backend):
+    """The first numbers of SplitMix64 from the seed 0, by its authors' program."""
+    expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    counter = seed_tensor(0, backend.device)
+    drawn = [*backend.kernels.draw_seeds(counter, 2), *backend.kernels.draw_seeds(counter, 1)]
+    assert [int(seed) % 2**64 for seed in drawn] == expected
+    assert backend.kernels.draw_seeds(counter, 0).shape == (0,)
+    many = backend.kernels.draw_seeds(seed_tensor(0, backend.device), 1000)
+    assert torch.equal(many[:3], torch.stack(drawn))
+    assert len(set(many.tolist())) == 1000
+
+
 # -- the packed format -----------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import fewbit
 from fewbit.config import MASKED
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format.encoding import Encoding, packed_words
-from fewbit.runtime.ops import activation_ops, quantizer_ops
+from fewbit.runtime.ops import activation_ops, dense_ops, quantizer_ops
 from fewbit.runtime.quantizers import integers
 
 if _kernels is not None:
@@ -329,7 +329,7 @@ def op_cases():
     yield decode, (x, packed.long(), *of_table), "packed: expected 30 int32"
     yield decode, (x, packed, TABLE.text, [160, 1]), "stride: expected"
     yield decode, (x[:1].expand(8, 80), packed, *of_table), "expected 60 int32"
-    yield activation_ops.unpack_op, (packed[1:], 3, 320), "packed: expected 30 int32"
+    yield dense_ops.unpack_op, (packed[1:], 3, 320), "packed: expected 30 int32"
     yield integers.pack_kept_op, (x > 0, 1, 2, [81, 1]), "stride: expected"
     quantize, restore = quantizer_ops.quantize_op, quantizer_ops.dequantize_op
     yield quantize, (x, [1, 4], seed, 3, 256, "uniform"), "samples outermost"

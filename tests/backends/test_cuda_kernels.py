@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_emulation import needs_compiler, sparse, without_pairs
-from quantized import kinds, mixed, possible_sizes, random_mask
+from quantized import check_bits_of_samples, kinds, mixed, possible_sizes, random_mask
 
 from fewbit import functions
 from fewbit.catalog import store
@@ -122,6 +122,14 @@ def test_pack_and_unpack(cuda, bits):
         packed = cuda.kernels.pack(off_alignment(codes, n % 4), bits)
         assert torch.equal(packed, reference.pack(codes, bits))
         assert torch.equal(cuda.kernels.unpack(packed, bits, n), codes)
+
+
+def test_seeds(cuda):
+    for count in (0, 1, 255, 256, 1000):
+        counters = [torch.tensor([-5], dtype=torch.int64) for _ in range(2)]
+        seeds = cuda.kernels.draw_seeds(counters[0], count)
+        assert torch.equal(seeds, reference.draw_seeds(counters[1], count))
+        assert torch.equal(*counters)
 
 
 @dtypes
@@ -635,22 +643,10 @@ def test_squares_of_what_is_beyond_float32(cuda):
     same(found, torch.tensor([nan, 0, 0, nan, 0, nan, nan, 0, nan, nan, 0, 0]))
 
 
-SPECIAL = torch.tensor([0.0, torch.inf, torch.nan, -0.0, 1.0, 1.0, 1e-42, 3e38])
-
-
 @pytest.mark.parametrize("kind", ["uniform", "rotated"])
 @pytest.mark.parametrize("samples", [1, 3, 31, 255, 256, 700])
 def test_bits_of_samples(cuda, samples, kind):
-    rng = np.random.default_rng(samples)
-    spread = torch.from_numpy(np.exp(rng.normal(0, 3, samples)).astype(np.float32))
-    ties = torch.from_numpy(rng.integers(0, 3, samples).astype(np.float32))
-    special = SPECIAL[torch.from_numpy(rng.integers(0, len(SPECIAL), samples))]
-    totals = {samples, samples + 1, 2 * samples, 5 * samples // 2 + 1, 8 * samples - 1, 8 * samples}
-    for squares in (spread, ties, torch.zeros(samples), special):
-        for total in totals:
-            found = cuda.kernels.share_bits(squares, total, kind)
-            assert torch.equal(found, reference.share_bits(squares, total, kind)), total
-            assert found.sum() == total
+    check_bits_of_samples(cuda.kernels, samples, kind)
 
 
 @pytest.mark.parametrize("samples", [0, 1, 31, 256, 257, 1000])

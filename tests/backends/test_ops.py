@@ -11,7 +11,7 @@ from fewbit.functional.attention.attention import How
 from fewbit.functional.attention.attention import _gradients_op as attention_gradients
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
-from fewbit.runtime.ops import activation_ops
+from fewbit.runtime.ops import activation_ops, dense_ops
 
 GELU = load_table("gelu", 3)
 TEXT = Encoding.of(GELU).text
@@ -43,20 +43,20 @@ def test_opcheck(device, name):
 
 def test_opcheck_of_packing(device):
     codes = torch.arange(70, dtype=torch.uint8, device=device) % 8
-    check(activation_ops.pack_op, codes, 3)
-    check(activation_ops.pack_op, codes.view(7, 10).t(), 3)
-    check(activation_ops.unpack_op, activation_ops.pack_op(codes, 3), 3, 70)
+    check(dense_ops.pack_op, codes, 3)
+    check(dense_ops.pack_op, codes.view(7, 10).t(), 3)
+    check(dense_ops.unpack_op, dense_ops.pack_op(codes, 3), 3, 70)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
 def test_opcheck_of_masks(device, dtype):
     mask = (torch.arange(70, device=device) % 3 > 0).to(dtype)
-    check(activation_ops.pack_mask_op, mask)
-    check(activation_ops.pack_mask_op, mask.view(7, 10).t())
-    packed = activation_ops.pack_mask_op(mask)
+    check(dense_ops.pack_mask_op, mask)
+    check(dense_ops.pack_mask_op, mask.view(7, 10).t())
+    packed = dense_ops.pack_mask_op(mask)
     assert packed.numel() == 3
-    check(activation_ops.unpack_mask_op, packed, 70, dtype=dtype)
-    assert torch.equal(activation_ops.unpack_mask_op(packed, 70, dtype=dtype), mask)
+    check(dense_ops.unpack_mask_op, packed, 70, dtype=dtype)
+    assert torch.equal(dense_ops.unpack_mask_op(packed, 70, dtype=dtype), mask)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -86,7 +86,7 @@ def test_values(device, dtype):
     assert kept.tolist() == packed.tolist() and one == 1 and one.dtype == dtype
     drawn = activation_ops.encode_op(x, DRAWN_TEXT, [1], seed(device))
     assert drawn.tolist() == encoded(DRAWN, x, 3).tolist()
-    codes = activation_ops.unpack_op(packed, 3, 77)
+    codes = dense_ops.unpack_op(packed, 3, 77)
     assert packed_of(codes.cpu().numpy(), 3).tolist() == packed.tolist()
     lut = torch.tensor(Encoding.of(GELU).lut64).to(device)
     product = activation_ops.decode_mul_op(torch.ones_like(x), packed, TEXT, [1])

@@ -11,8 +11,8 @@ from fewbit.compiler import compiling
 from fewbit.compiler.graphs import insert
 from fewbit.compiler.joint_graph import JointGraph
 from fewbit.compiler.rewrite import Rewriter
-from fewbit.compiler.seeds import draw_seeds_op, mixed
-from fewbit.runtime.ops.quantizer_ops import quantize_op
+from fewbit.compiler.seeds import draw_seeds_op
+from fewbit.runtime.ops.dense_ops import quantize_dense_op
 
 pytestmark = MARKS
 
@@ -44,14 +44,6 @@ def test_each_step_rounds_anew_and_a_seed_reproduces_the_steps():
     assert torch.equal(first, again)
 
 
-def test_seeds_are_those_of_splitmix64():
-    """The first numbers of SplitMix64 from the seed 0, by its authors' program."""
-    step = -7046029254386353131
-    numbers = torch.arange(1, 4) * step
-    expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [number % 2**64 for number in mixed(numbers).tolist()] == expected
-
-
 def test_each_device_draws_its_seeds():
     """The devices exist only as those of fake tensors."""
     devices = [torch.device("cpu"), torch.device("cuda", 1)]
@@ -71,10 +63,10 @@ def test_each_device_draws_its_seeds():
     settings = compiling._resolved(2, None)
     copies = Rewriter(JointGraph(graph, 2, frozenset()), lambda root: settings).run()
     assert {copy.root.node for copy in copies.values()} == set(sines)
-    quantizations = [node for node in graph.nodes if node.target is quantize_op]
+    quantizations = [node for node in graph.nodes if node.target is quantize_dense_op]
     assert len(quantizations) == 2
     for node in quantizations:
-        x, _, seed = node.args[:3]
+        x, seed = node.args[:2]
         (drawn,) = seed.all_input_nodes
         assert drawn.target is draw_seeds_op
         assert drawn.kwargs["device"] == seed.meta["val"].device == x.meta["val"].device

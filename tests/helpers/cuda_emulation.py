@@ -32,7 +32,7 @@ FLAGS = "-std=c++17 -O1 -fPIC -w -ffp-contract=off -fno-strict-aliasing -fvisibi
 OF_MODULE = (  # sources besides those of kernels
     *("common/table.cpp", "cpu/allocation.cpp", "cpu/parallel.cpp"),
     *("bindings/cuda.cpp", "bindings/entry.cpp", "bindings/module.cpp"),
-    *("bindings/python.cpp", "bindings/tensors.cpp"),
+    *("bindings/python.cpp", "bindings/tensors.cpp", "bindings/torch_shim.cpp"),
     "tests/cuda_emulation.cpp",
 )
 DEVICE = 1  # of the two devices that the emulation has

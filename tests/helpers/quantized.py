@@ -202,3 +202,20 @@ def vectors(n, seed):
     ]
     for inner, count in (pairs[i] for i in {0, len(pairs) - 1, *rng.integers(0, len(pairs), 5)}):
         yield *(torch.from_numpy(rng.normal(1, 1, count)).float() for _ in range(2)), inner
+
+
+SPECIAL = torch.tensor([0.0, torch.inf, torch.nan, -0.0, 1.0, 1.0, 1e-42, 3e38])
+
+
+def check_bits_of_samples(kernels, samples, kind, device="cpu"):
+    """Compare how kernels divide bits among samples with the reference, also for ties and for numbers that are not finite."""
+    rng = np.random.default_rng(samples)
+    spread = torch.from_numpy(np.exp(rng.normal(0, 3, samples)).astype(np.float32))
+    ties = torch.from_numpy(rng.integers(0, 3, samples).astype(np.float32))
+    special = SPECIAL[torch.from_numpy(rng.integers(0, len(SPECIAL), samples))]
+    totals = {samples, samples + 1, 2 * samples, 5 * samples // 2 + 1, 8 * samples - 1, 8 * samples}
+    for squares in (spread, ties, torch.zeros(samples), special):
+        for total in totals:
+            found = kernels.share_bits(squares.to(device), total, kind).cpu()
+            assert torch.equal(found, reference.share_bits(squares, total, kind)), total
+            assert found.sum() == total

@@ -5,11 +5,13 @@ import pytest
 import torch
 from composed import Composed
 from layers import relative, saved_by
+from quantized import check_bits_of_samples
 from samples import normal
 from torch import nn
 
 import fewbit
 from fewbit.policies import allocation
+from fewbit.runtime import backends
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.bit_sharing import share_bits
 from fewbit.runtime.format.distortion import BITS, distortion
@@ -30,6 +32,13 @@ def test_split_is_the_best_allocation(samples, average, kind, device):
     assert allocation.variance(variances, bits) == pytest.approx(
         allocation.variance(variances, best)
     )
+
+
+@pytest.mark.parametrize("kind", ["uniform", "rotated"])
+@pytest.mark.parametrize("samples", [1, 3, 255, 700])
+def test_kernels_divide_bits_as_the_reference_does(samples, kind, device):
+    kernels = backends.of(torch.empty(0, device=device))
+    check_bits_of_samples(kernels, samples, kind, device)
 
 
 def test_samples_that_are_not_finite_get_least():

@@ -65,7 +65,7 @@ from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES
 from fewbit.runtime.ops.library import define
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.parallel.context_parallel import exchanging_attention
-from fewbit.runtime.quantizers import copies
+from fewbit.runtime.quantizers import computed, copies
 from fewbit.runtime.quantizers.quantizer import (
     Quantizer,
     is_differentiated,
@@ -289,7 +289,7 @@ class _Attention(SavingFunction):
         ctx.shape, ctx.dtype, ctx.device = value.shape, value.dtype, value.device
         factors = [
             quantizer.quantize(query, features=_FEATURES),
-            quantizer.computed_again(key)
+            computed.again(quantizer, key)
             or quantizer.quantize(_without_mean(key), shared=False, slot=1, features=_FEATURES),
             # The gradient of the value does not depend on the value itself.
             _value_copy(value, (key, query), how, quantizer)
@@ -341,7 +341,7 @@ def _value_copy(value, others, how: How, quantizer: Quantizer):
     """
     if how.dropout_p > 0:
         return quantizer.quantize_independent(value, *others, features=_FEATURES)
-    return quantizer.computed_again(value) or quantizer.quantize(
+    return computed.again(quantizer, value) or quantizer.quantize(
         _without_mean(value), shared=False, slot=2, features=_FEATURES
     )
 

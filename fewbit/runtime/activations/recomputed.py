@@ -77,8 +77,8 @@ class CopiedActivation(SavingFunction):
             ctx.mark_dirty(x)
         else:
             y = FORWARD[function](x, *parameters)
-        quantizer.share_computed(
-            y, partial(_result, function, parameters), (copy,), changes=inplace
+        computed.share_result(
+            quantizer, y, partial(_result, function, parameters), (copy,), changes=inplace
         )
         return copies.keep(ctx, y, copy=copy)
 

@@ -5,6 +5,7 @@ one element. A backend is an object with these attributes, which the module `ref
 
     name                         the name in reports: "reference", "cuda" or an instruction set of the CPU
     pack, unpack                 store codes as bit-planes in int32 words, and read them back
+    draw_seeds                   draw the seeds of a compiled model from a counter
     encode                       get the codes that a few-bit activation saves
     decode_mul                   get the gradient of the activation's input from these codes
     forward                      get the activation's result and its codes in one pass over memory
@@ -51,6 +52,19 @@ def of(tensor: torch.Tensor):
     if backend is None:
         backend = _chosen[device] = _choose(device)
     return backend
+
+
+def register_ops(step) -> bool:
+    """Make torch call the compiled kernels of `runtime/ops/dense_ops.py` without Python. Return whether they are there.
+
+    Args:
+        step: the `Encoding` whose code of a number x is 1 if x > 0, else 0.
+    """
+    try:
+        from fewbit.runtime.backends import native
+    except ImportError:
+        return False
+    return native.register_ops(step)
 
 
 def _choose(device: torch.device):

@@ -34,9 +34,12 @@ _kernels.use_torch(
     torch.Tensor.__dlpack_c_exchange_api__,
     ctypes.cast(_torch_get_num_threads, ctypes.c_void_p).value,
 )
+_kernels.use_openmp_of(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2}
 """The numbers of the kinds of copies in calls of kernels."""
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
+_kept = []
+"""The tables of registered ops, which must live as long as torch."""
 _NO_VECTORS = None, None, 1
 _UNUSED_BITS = 1
 """The argument `bits` of a `CopyShape` if each sample has its own bits. Kernels only check that the number is valid."""
@@ -83,6 +86,12 @@ class Kernels:
         codes = torch.empty(n, dtype=torch.uint8, device=packed.device)
         self._kernels.unpack(packed, bits, codes)
         return codes
+
+    def draw_seeds(self, counter: torch.Tensor, count: int) -> torch.Tensor:
+        """Return seeds that are drawn from a counter, see `reference.draw_seeds`."""
+        seeds = torch.empty(count, dtype=torch.int64, device=counter.device)
+        self._kernels.draw_seeds(counter, seeds)
+        return seeds
 
     def encode(self, x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None):
         """Return the packed codes of an activation's input, see `reference.encode`."""
@@ -218,12 +227,12 @@ class Kernels:
 
     def share_bits(self, squares, total, kind):
         """Return the bits of each sample, see `reference.share_bits`."""
-        if not hasattr(self._kernels, "share_bits") or len(squares) > _MOST_SAMPLES:
+        samples = squares.numel()
+        if samples > _MOST_SAMPLES and squares.is_cuda:
             return reference.share_bits(squares, total, kind)
-        widths = torch.empty(len(squares), dtype=torch.uint8, device=squares.device)
-        extra = total - MIN_BITS * len(squares)
+        widths = torch.empty(samples, dtype=torch.uint8, device=squares.device)
         squares = squares.to(torch.float32).contiguous()
-        self._kernels.share_bits(squares, extra, gains_of(kind), widths)
+        self._kernels.share_bits(squares, total - MIN_BITS * samples, gains_of(kind), widths)
         return widths
 
     def dequantize(
@@ -414,10 +423,18 @@ def cpu(isa: str | None = None) -> Kernels:
     If `isa` is None, the environment variable FEWBIT_CPU_ISA names the instruction set. Without that variable, the best
     set of this processor is used.
     """
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    _kernels.use_openmp_of(str(library))
     isa = isa or _asked_isa() or _kernels.cpu_isas()[0]
     return Kernels(_kernels.Cpu(isa), _widths, isa)
+
+
+def register_ops(step: Encoding) -> bool:
+    """Let torch's dispatcher call the kernels of `runtime/ops/dense_ops.py`, see `backends.register_ops`."""
+    if not _kernels.load_shim(torch._C.__file__):
+        return False
+    table = _table(step)
+    _kept.append(table)
+    kernels = _kernels.Cpu(_asked_isa() or _kernels.cpu_isas()[0]), _kernels.cuda
+    return all([each.register_ops(table) for each in kernels if each is not None])
 
 
 def _asked_isa() -> str | None:

@@ -24,6 +24,7 @@ from fewbit.runtime.backends.reference_quantizer import (
     quantize,
     squares,
 )
+from fewbit.runtime.backends.reference_seeds import draw_seeds
 from fewbit.runtime.backends.results import QuantizedForward
 from fewbit.runtime.format.bit_sharing import share_bits
 from fewbit.runtime.format.buffers import ArgumentChecks
@@ -38,6 +39,7 @@ __all__ = [
     "decode_fixed",
     "decode_mul",
     "dequantize",
+    "draw_seeds",
     "encode",
     "encode_fixed",
     "forward",

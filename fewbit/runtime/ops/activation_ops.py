@@ -6,8 +6,6 @@ element gets, and which value a code stands for in place of the derivative f'(x)
     encode(x, encoding, stride, seed) -> packed codes
     encode_kept(x, encoding, stride, seed) -> packed codes, one
     decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with the strides `stride`
-    pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
-    pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
 
 An encoding is passed as text (`Encoding.text`), so that an exported program needs nothing but these ops. `encode_kept`
 does the same as `encode`, but a compiler saves its results for the backward pass. `one` is a tensor of value 1. The
@@ -23,7 +21,7 @@ from torch.library import register_fake
 
 from fewbit.runtime import backends
 from fewbit.runtime.format import layout
-from fewbit.runtime.format.encoding import Encoding, mask_text, packed_words
+from fewbit.runtime.format.encoding import Encoding, packed_words
 from fewbit.runtime.ops.library import (
     define,
     refuse_second_derivative,
@@ -178,36 +176,6 @@ encode_kept_op = define(
 decode_mul_op = define(
     "decode_mul(Tensor grad, Tensor packed, str encoding, SymInt[] stride) -> Tensor", _decode_mul
 )
-pack_op = define(
-    "pack(Tensor codes, int bits) -> Tensor",
-    lambda codes, bits: backends.of(codes).pack(codes.contiguous().view(-1), bits),
-)
-unpack_op = define(
-    "unpack(Tensor packed, int bits, SymInt n) -> Tensor",
-    lambda packed, bits, n: backends.of(packed).unpack(packed, bits, n),
-)
-_STEP = Encoding.parse(mask_text(1.0))
-
-
-def _pack_mask(mask):
-    mask = mask.contiguous()
-    if mask.dtype is torch.bool:
-        return pack_op(mask.view(torch.uint8), 1)
-    return encode(mask, _STEP, None)
-
-
-def _unpack_mask(packed, n, dtype):
-    if dtype is torch.bool:
-        return unpack_op(packed, 1, n).view(torch.bool)
-    one = torch.ones((), dtype=dtype, device=packed.device)
-    return decode_mul(one.expand(n), packed, _STEP, (1,))
-
-
-# A mask has the dtype bool, or is 0 and 1 in a floating dtype.
-pack_mask_op = define("pack_mask(Tensor mask) -> Tensor", _pack_mask)
-unpack_mask_op = define(
-    "unpack_mask(Tensor packed, SymInt n, *, ScalarType dtype) -> Tensor", _unpack_mask
-)
 
 
 @register_fake("fewbit::encode")
@@ -223,26 +191,6 @@ def _(x, encoding, stride, seed=None):
 @register_fake("fewbit::decode_mul")
 def _(grad, packed, encoding, stride):
     return torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device)
-
-
-@register_fake("fewbit::pack")
-def _(codes, bits):
-    return codes.new_empty(packed_words(codes.numel(), bits), dtype=torch.int32)
-
-
-@register_fake("fewbit::unpack")
-def _(packed, bits, n):
-    return packed.new_empty(n, dtype=torch.uint8)
-
-
-@register_fake("fewbit::pack_mask")
-def _(mask):
-    return mask.new_empty(packed_words(mask.numel(), 1), dtype=torch.int32)
-
-
-@register_fake("fewbit::unpack_mask")
-def _(packed, n, *, dtype):
-    return packed.new_empty(n, dtype=dtype)
 
 
 save_results(encode_kept_op)

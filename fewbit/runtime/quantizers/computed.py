@@ -1,7 +1,8 @@
 """Results of functions that later layers compute again from copies of the function's input, instead of saving them.
 
 `copies_of` finds the copies that layers have made of a tensor in this forward pass, and `share` offers, for each of them, a
-function of its dequantized values in place of a copy of the result.
+function of its dequantized values in place of a copy of the result. `share_result` does so for one layer and its own copies.
+`share_linear` offers the result of a linear layer, and `again` finds it, also after cheap operations (`linear_results.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,15 @@ from functools import partial
 from torch import Tensor
 
 from fewbit.runtime.interop.checkpoint import in_checkpoint
+from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, is_abstract, is_eager
 from fewbit.runtime.quantizers import linear_results
 from fewbit.runtime.quantizers.copies import unquantized
-from fewbit.runtime.quantizers.spec import SavedTensors, can_be_combined, computed_from
+from fewbit.runtime.quantizers.spec import (
+    SavedTensors,
+    can_be_combined,
+    computed_from,
+    products_of,
+)
 from fewbit.runtime.saved.context import current
 from fewbit.runtime.saved.sharing import FIXED_POINT, place_of
 
@@ -56,6 +63,61 @@ def share(found: list[tuple], y: Tensor, changes: int, function: Callable, *othe
     context = current()
     for key, copy in found:
         put(context, key, y, changes, partial(_computed, copy, function, others, y.dtype))
+
+
+def share_result(
+    quantizer, y: Tensor, function: Callable, copies: tuple[SavedTensors, ...], changes: int = 0
+) -> None:
+    """Let later layers that would save y compute it again, in their backward pass, from copies of a layer's inputs.
+
+    Args:
+        quantizer: the `Quantizer` of the layer.
+        y: the result of the layer.
+        function: the function that computes y from the inputs, which can be pickled.
+        copies: the copies of the inputs.
+        changes: the number of in-place changes of y that its version does not count yet.
+    """
+    if _can_share(quantizer, y, copies):
+        make = partial(computed_from, function, copies, y.dtype)
+        put(quantizer.context, quantizer.key, y, changes, make)
+
+
+def _can_share(quantizer, y: Tensor, copies: tuple[SavedTensors, ...]) -> bool:
+    """Return whether later layers may compute y again from these copies."""
+    if quantizer.context is None or not quantizer.context.shares_results:
+        return False
+    is_usual = type(y) in PLAIN_CLASSES or is_abstract(y)
+    # A compiler's copies have an anchor.
+    return is_usual and all([c.trace_anchor is None and can_be_combined(c) for c in copies])
+
+
+def copy_of(quantizer, x: Tensor) -> SavedTensors | None:
+    """Return the copy of x that another layer has made in this forward pass with the quantizer's settings, or None."""
+    if quantizer.context is None or not is_eager(x) or not x.is_contiguous():
+        return None
+    copies, place = quantizer.context.saving(x).shared, place_of(x)
+    return None if copies is None or place is None else copies.get(place, quantizer.key)
+
+
+def share_linear(quantizer, node, y: Tensor, function: Callable, *copies: SavedTensors) -> None:
+    """Let `again` find the result y of a linear layer, which is function(*copies) with dequantized values."""
+    # Otherwise the tensors of a chain of layers would all be computed from the input of the first one.
+    is_first = not any(map(products_of, copies))
+    if is_first and _can_share(quantizer, y, copies):
+        # A checkpointed region keeps its saved tensors only while it is differentiated.
+        shared = None if in_checkpoint() else quantizer.context.saving(y).shared
+        if shared is not None:
+            shared.put_linear(node, y, computed_from(function, copies, y.dtype, products=1))
+
+
+def again(quantizer, x: Tensor) -> SavedTensors | None:
+    """Return what computes x again in the backward pass, if x follows from results of linear layers by cheap operations."""
+    if not quantizer.recomputes_linear or quantizer.context is None:
+        return None
+    if not is_eager(x) or in_checkpoint():
+        return None
+    shared = quantizer.context.saving(x).shared
+    return None if shared is None else linear_results.traced(x, shared.get_linear)
 
 
 def put(context, key: tuple, y: Tensor, changes: int, make: Callable) -> None:

@@ -16,7 +16,7 @@ from fewbit.runtime import backends
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.interop.tensor_kinds import is_abstract, is_plain
-from fewbit.runtime.ops import activation_ops
+from fewbit.runtime.ops import dense_ops
 from fewbit.runtime.ops.library import define, save_results
 from fewbit.runtime.quantizers.spec import SavedTensors
 from fewbit.runtime.saved import offload
@@ -64,7 +64,7 @@ class PackedIntegersSpec(NamedTuple):
         count = prod(self.size)
         if is_plain(values):
             return backends.of(values).unpack(values, self.bits, count)
-        return activation_ops.unpack_op(values, self.bits, count)
+        return dense_ops.unpack_op(values, self.bits, count)
 
 
 class NarrowIntegersSpec(NamedTuple):

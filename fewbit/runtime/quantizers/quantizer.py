@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from copy import copy
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch.autograd import forward_ad
@@ -33,11 +33,9 @@ from fewbit.config import (
     check_rotated_size,
     usual_kind,
 )
-from fewbit.runtime.format import groups, layout
-from fewbit.runtime.format.buffers import seed_on
+from fewbit.runtime.format import layout
 from fewbit.runtime.format.channels import Normalization, channels_of, count_of
 from fewbit.runtime.interop import tensor_kinds
-from fewbit.runtime.interop.checkpoint import in_backward, in_checkpoint
 from fewbit.runtime.interop.compiler_tracing import notify_traced
 from fewbit.runtime.interop.tensor_kinds import (
     PLAIN_CLASSES,
@@ -49,22 +47,19 @@ from fewbit.runtime.interop.tensor_kinds import (
 )
 from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.parallel.shards import has_arrived, is_distributed
-from fewbit.runtime.quantizers import computed, copies, linear_results
-from fewbit.runtime.quantizers.codec import CodecSpec, SlotCodec
+from fewbit.runtime.quantizers import computed, copies
+from fewbit.runtime.quantizers.policy_copies import quantize_slot
 from fewbit.runtime.quantizers.preactivation import fixed_point_of
 from fewbit.runtime.quantizers.spec import (
-    QuantizationRecord,
     QuantizedTensorSpec,
     SavedTensors,
-    can_be_combined,
-    computed_from,
     flat,
     in_order,
     in_storage_order,
-    products_of,
+    spec_of,
 )
 from fewbit.runtime.saved import offload
-from fewbit.runtime.saved.assignment import COMPILED, REENTRANT
+from fewbit.runtime.saved.assignment import COMPILED
 from fewbit.runtime.saved.context import ForwardContext, top_hooks
 from fewbit.runtime.saved.forward import running
 from fewbit.runtime.saved.seeds import purpose
@@ -217,7 +212,7 @@ class Quantizer:
             features: the dimensions of x along which its channels differ, counted from the last dimension, which is -1; None
                 if x has no channels. If x has many rows, channels have a mean and a scale of their own.
             extra_bits: the bits that x has more than other inputs, if no policy chooses them.
-            recomputes: whether `computed_again` may take the place of a copy.
+            recomputes: whether `computed.again` may take the place of a copy.
         """
         context, kind = self.context, self.kind
         if kind is None:
@@ -227,7 +222,7 @@ class Quantizer:
             x = has_arrived(x)
             is_usual = is_plain(x)
         if self.recomputes_linear and shared and recomputes:
-            saved = self.computed_again(x)
+            saved = computed.again(self, x)
             if saved is not None:
                 return saved
         if context is None or not (is_usual or is_abstract(x)):
@@ -311,7 +306,7 @@ class Quantizer:
                 made = self._made(x, x.dtype, bits, kind, seed, channels, stride, mask)
             else:
                 how = None, x.dtype, kind, mask, channels, saving.assignment
-                made = self._quantize_slot(x, seed, x.dtype, slot, *how)
+                made = quantize_slot(self, x, seed, x.dtype, slot, *how)
         if place is not None:
             copies.put(x, place, key, made)
         return made
@@ -330,7 +325,7 @@ class Quantizer:
         if offload.running.entered:
             offload.mark(*tensors)
         how = self.group_size, kind, mask is not None, channels > 0
-        return SavedTensors(tensors, _spec(x.shape, stride, dtype, bits, *how))
+        return SavedTensors(tensors, spec_of(x.shape, stride, dtype, bits, *how))
 
     def _channels_of(self, x, kind, features) -> int:
         """Return the number of channels whose means and scales a copy of x has, or 0 if it has none."""
@@ -353,53 +348,6 @@ class Quantizer:
         """
         is_one = any(_is_same_memory(x, other) for other in others)
         return self.quantize(x, not is_one, slot=len(others), features=features)
-
-    def share_computed(
-        self, y: torch.Tensor, function, copies: tuple[SavedTensors, ...], changes: int = 0
-    ) -> None:
-        """Let later layers that would save y compute it again, in their backward pass, from copies of a layer's inputs.
-
-        Args:
-            y: the result of the layer.
-            function: the function that computes y from the inputs, which can be pickled.
-            copies: the copies of the inputs.
-            changes: the number of in-place changes of y that its version does not count yet.
-        """
-        if self._can_share(y, copies):
-            make = partial(computed_from, function, copies, y.dtype)
-            computed.put(self.context, self.key, y, changes, make)
-
-    def _can_share(self, y: torch.Tensor, copies: tuple[SavedTensors, ...]) -> bool:
-        """Return whether later layers may compute y again from these copies."""
-        if self.context is None or not self.context.shares_results:
-            return False
-        is_eager = type(y) in PLAIN_CLASSES or is_abstract(y)
-        # A compiler's copies have an anchor.
-        return is_eager and all([c.trace_anchor is None and can_be_combined(c) for c in copies])
-
-    def copy_of(self, x: torch.Tensor) -> SavedTensors | None:
-        """Return the copy of x that another layer has made in this forward pass, or None."""
-        if self.context is None or not is_eager(x) or not x.is_contiguous():
-            return None
-        copies, place = self.context.saving(x).shared, place_of(x)
-        return None if copies is None or place is None else copies.get(place, self.key)
-
-    def share_linear(self, node, y: torch.Tensor, function, *copies: SavedTensors) -> None:
-        """Let `computed_again` find the result y of a linear layer, which is function(*copies) with dequantized values."""
-        # Otherwise the tensors of a chain of layers would all be computed from the input of the first one.
-        is_first = not any(map(products_of, copies))
-        if is_first and self._can_share(y, copies):
-            # A checkpointed region keeps its saved tensors only while it is differentiated.
-            shared = None if in_checkpoint() else self.context.saving(y).shared
-            if shared is not None:
-                shared.put_linear(node, y, computed_from(function, copies, y.dtype, products=1))
-
-    def computed_again(self, x: torch.Tensor) -> SavedTensors | None:
-        """Return what computes x again in the backward pass, if x follows from results of linear layers by cheap operations."""
-        if not self.recomputes_linear or self.context is None or not is_eager(x) or in_checkpoint():
-            return None
-        shared = self.context.saving(x).shared
-        return None if shared is None else linear_results.traced(x, shared.get_linear)
 
     def quantize_normalized(
         self, x, mean, rstd, inner: int | None, features: tuple[int, ...] | None = None
@@ -462,84 +410,13 @@ class Quantizer:
             seed = saving.seed(x, purpose(self.name, 0))
             if context.policy is not None:
                 how = normalize, input_dtype, kind, None, channels, saving.assignment
-                return self._quantize_slot(x, seed, dtype, 0, *how)
+                return quantize_slot(self, x, seed, dtype, 0, *how)
         bits = _bits(self.bits, self.extra_bits, 0, 0)
         return self._made(x, dtype, bits, kind, seed, channels, stride, None, normalize)
 
     def _seed_alone(self, x) -> torch.Tensor:
         """Return the seed of x if the layer is in no model."""
         return library.new_seed(x)
-
-    def _quantize_slot(
-        self, x, seed, dtype, number, normalize, input_dtype, kind, mask, channels, assignment
-    ):
-        """Quantize x with the bits, or with the slot codec, that this forward's bit assignment has for the slot.
-
-        Args:
-            x: an ordinary dense tensor in eager mode.
-            seed: the seed of the rounding: an int, or (1,) int64.
-            dtype: the dtype of the dequantized values.
-            number: the number of x among the layer's inputs.
-            normalize: a `Normalization` without channels if x is to be normalized first; else None.
-            input_dtype: the dtype of the layer's input.
-            kind: the kind of the copy.
-            mask: the mask of a masked copy, else None.
-            channels: the number of channels that have a mean and a scale of their own.
-            assignment: the `BitAssignment` of the forward pass.
-        """
-        average = self.bits_of(number, self.average) if self.is_fixed else self.average
-        slot = assignment.slot((self.name, number), average, self.is_fixed, kind)
-        samples = assignment.samples_of(x, self.name if number == 0 else "")
-        codec = None if self.is_fixed else assignment.codecs.get(slot.name)
-        probe, sensitivities = assignment.probe, None
-        is_observed = probe is not None or assignment.numbers is not None
-        # Short samples of different bits do not lie side by side in a group.
-        is_short = samples is not None and x.numel() < samples * groups.LEAST_FEATURES
-        if channels and codec is None and not is_short:
-            normalize = copies.with_channels(x, normalize, channels)
-        how = self.group_size, normalize
-        has_channels = normalize is not None and normalize.channels is not None
-        stride = None if x.is_contiguous() else layout.by_sample_stride(x)
-        of_copy = self.group_size, kind, mask is not None, has_channels, samples
-        bits = slot.uniform()
-        spec = _spec(x.shape, stride, dtype, bits, *of_copy)
-        if codec is not None:
-            tensors, spec = _quantize_by_codec(codec, x, seed, spec, normalize, input_dtype)
-            if samples is not None and probe is not None:
-                sensitivities = quantizer_ops.sensitivities(x, slot, samples, *how, kind)
-        elif samples is None:
-            tensors = quantizer_ops.quantize(x, seed, bits, *how, kind=kind)
-        else:
-            *tensors, sensitivities = quantizer_ops.quantize_samples(
-                x, seed, slot, samples, *how, kind
-            )
-        if codec is None:
-            if has_channels:
-                tensors = (*tensors, normalize.channels)
-            if mask is not None:
-                tensors = (*tensors, mask)
-        if is_observed:
-            spec = spec.with_slot(slot)
-        if x.numel() and (probe is not None or assignment.unobserved):
-            self._report_unobserved(assignment, slot)
-        if probe is not None and x.numel() and not in_backward():
-            record = QuantizationRecord(x.detach(), tuple(tensors), spec, *how)
-            # A torch function mode would be called for every operation here, but has nothing to replace.
-            with torch._C.DisableTorchFunction():
-                probe.record_saved(slot, x.numel(), sensitivities)
-                found = probe.record_rounding(slot, record)
-            spec = spec.with_slot(slot._replace(rounding=found))
-        if offload.running.entered:
-            offload.mark(*tensors)
-        return SavedTensors(tuple(tensors), spec, None, spec.slot is not None)
-
-    def _report_unobserved(self, assignment, slot) -> None:
-        """Tell the policy the reason if no probe can measure the tensor that the layer saves now."""
-        reason, probe = assignment.unobserved, assignment.probe
-        if probe is not None and in_backward() and not probe.knows(slot.name):
-            reason = REENTRANT
-        if reason and not slot.is_fixed:
-            self._policy.report_unobserved(self.name, reason)
 
     @property
     def _policy(self):
@@ -622,21 +499,6 @@ class Quantizer:
         return ", ".join(parts)
 
 
-def _quantize_by_codec(
-    codec: SlotCodec, x, seed, spec: QuantizedTensorSpec, normalize, input_dtype
-):
-    """Save x with a slot codec. Return (tensors to save, spec).
-
-    If x is to be normalized, the codec gets the normalized values, in the dtype of the layer's input. More precision would
-    be wasted.
-    """
-    values = x.detach()
-    if normalize is not None:
-        values = QuantizationRecord(values, (), spec, spec.group_size, normalize).exact()
-    tensors, inner = codec.quantize(values.to(input_dtype), seed_on(values.device, seed))
-    return tuple(tensors), CodecSpec(inner, spec)
-
-
 _place_of = layout.place_in_storage
 _place = lru_cache(maxsize=4096)(_place_of)
 
@@ -660,15 +522,6 @@ def _bits(bits: int, extra_bits: tuple[float, ...], slot: int, more: int) -> int
     """Return the whole bits of an input of a layer, see `Quantizer.extra_bits`."""
     extra = extra_bits[slot] if slot < len(extra_bits) else 0
     return min(min(math.floor(bits + extra), MAX_BITS) + more, MAX_BITS)
-
-
-@lru_cache(maxsize=4096)
-def _spec(
-    shape, stride, dtype, bits, group_size, kind, has_mask, has_channels, samples=None
-) -> QuantizedTensorSpec:
-    stride = layout.contiguous_stride(shape) if stride is None else tuple(stride)
-    of = bits, group_size, tuple(shape), stride, dtype
-    return QuantizedTensorSpec(*of, samples, None, kind, has_mask, has_channels)
 
 
 def _seed_of_result(saving, y, number: int, key: tuple):

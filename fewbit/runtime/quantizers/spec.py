@@ -8,6 +8,7 @@ for the policy how rounding a slot changes the gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -188,6 +189,16 @@ class QuantizedTensorSpec(NamedTuple):
         if self.has_mask:
             return False
         return self.samples is None or prod(self.size) >= self.samples * groups.LEAST_FEATURES
+
+
+@lru_cache(maxsize=4096)
+def spec_of(
+    shape, stride, dtype, bits, group_size, kind, has_mask, has_channels, samples=None
+) -> QuantizedTensorSpec:
+    """Return the spec of a tensor with these strides; None stands for contiguous ones. The specs are remembered."""
+    stride = layout.contiguous_stride(shape) if stride is None else tuple(stride)
+    of = bits, group_size, tuple(shape), stride, dtype
+    return QuantizedTensorSpec(*of, samples, None, kind, has_mask, has_channels)
 
 
 class PermutedSpec(NamedTuple):

@@ -1,0 +1,121 @@
+"""Torch ops on contiguous tensors. The compiled kernels implement them in C++, so that compiled models call them without Python.
+
+    quantize_dense(x, seed, bits, group_size, kind, channels) -> packed, ranges, numbers of channels
+    dequantize_dense(packed, ranges, bits, group_size, size, dtype, kind, channels) -> the values
+    pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
+    pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
+
+A mask has the dtype bool, or is 0 and 1 in a floating dtype. `quantizer_ops` describes the other arguments. These functions
+compute what the C++ code does not: they run for float64, with numbers of channels, without compiled kernels, and on other devices.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.library import register_fake
+
+from fewbit.runtime import backends
+from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format.channels import Normalization
+from fewbit.runtime.format.encoding import Encoding, mask_text, packed_words
+from fewbit.runtime.ops import activation_ops, quantizer_ops
+from fewbit.runtime.ops.library import define
+
+_STEP = Encoding.parse(mask_text(1.0))
+
+
+def _define(schema, implementation):
+    """Define an op, and a second one of the name "<name>_in_python", which the C++ code of the first one may call."""
+    name, _, rest = schema.partition("(")
+    define(f"{name}_in_python({rest}", implementation)
+    return define(schema, implementation)
+
+
+def _quantize(x, seed, bits, group_size, kind, channels):
+    x = x.detach().contiguous()
+    numbers, normalize = x.new_empty((0, 2), dtype=torch.bfloat16), None
+    if channels:
+        numbers = quantizer_ops.channel_statistics(x, channels)
+        normalize = Normalization(channels=numbers)
+    return *quantizer_ops.quantize(x, seed, bits, group_size, normalize, kind=kind), numbers
+
+
+def _dequantize(packed, ranges, bits, group_size, size, dtype, kind, channels=None):
+    place = bits, group_size, size, layout.contiguous_stride(size), dtype
+    return quantizer_ops.dequantize(packed, ranges, *place, kind=kind, channels=channels)
+
+
+def _pack_mask(mask):
+    mask = mask.contiguous()
+    if mask.dtype is torch.bool:
+        return backends.of(mask).pack(mask.view(torch.uint8).view(-1), 1)
+    return activation_ops.encode(mask, _STEP, None)
+
+
+def _unpack_mask(packed, n, dtype):
+    if dtype is torch.bool:
+        return backends.of(packed).unpack(packed, 1, n).view(torch.bool)
+    one = torch.ones((), dtype=dtype, device=packed.device)
+    return activation_ops.decode_mul(one.expand(n), packed, _STEP, (1,))
+
+
+quantize_dense_op = _define(
+    "quantize_dense(Tensor x, Tensor seed, int bits, int group_size, str kind, SymInt channels) "
+    "-> (Tensor, Tensor, Tensor)",
+    _quantize,
+)
+dequantize_dense_op = _define(
+    "dequantize_dense(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, ScalarType dtype, "
+    "str kind, Tensor? channels=None) -> Tensor",
+    _dequantize,
+)
+pack_op = _define(
+    "pack(Tensor codes, int bits) -> Tensor",
+    lambda codes, bits: backends.of(codes).pack(codes.contiguous().view(-1), bits),
+)
+unpack_op = _define(
+    "unpack(Tensor packed, int bits, SymInt n) -> Tensor",
+    lambda packed, bits, n: backends.of(packed).unpack(packed, bits, n),
+)
+pack_mask_op = _define("pack_mask(Tensor mask) -> Tensor", _pack_mask)
+unpack_mask_op = _define(
+    "unpack_mask(Tensor packed, SymInt n, *, ScalarType dtype) -> Tensor", _unpack_mask
+)
+
+
+@register_fake("fewbit::quantize_dense")
+def _(x, seed, bits, group_size, kind, channels):
+    samples, features = groups.samples_of(x.shape)
+    packed = x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
+    rows = groups.group_count(samples, features, group_size) + groups.seed_rows(kind)
+    ranges, numbers = (x.new_empty((n, 2), dtype=torch.bfloat16) for n in (rows, channels))
+    return packed, ranges, numbers
+
+
+@register_fake("fewbit::dequantize_dense")
+def _(packed, ranges, bits, group_size, size, dtype, kind, channels=None):
+    return packed.new_empty(size, dtype=dtype)
+
+
+@register_fake("fewbit::pack")
+def _(codes, bits):
+    return codes.new_empty(packed_words(codes.numel(), bits), dtype=torch.int32)
+
+
+@register_fake("fewbit::unpack")
+def _(packed, bits, n):
+    return packed.new_empty(n, dtype=torch.uint8)
+
+
+@register_fake("fewbit::pack_mask")
+def _(mask):
+    return mask.new_empty(packed_words(mask.numel(), 1), dtype=torch.int32)
+
+
+@register_fake("fewbit::unpack_mask")
+def _(packed, n, *, dtype):
+    return packed.new_empty(n, dtype=dtype)
+
+
+runs_in_cpp = backends.register_ops(_STEP)
+"""Whether torch calls the kernels of these ops without Python."""

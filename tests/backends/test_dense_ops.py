@@ -1,0 +1,122 @@
+"""The ops of compiled models in C++ give the results of the same ops in Python, to the bit, and refuse the same arguments."""
+
+import pytest
+import torch
+from samples import DTYPES, name_of, normal
+
+from fewbit.runtime.ops import dense_ops, quantizer_ops
+
+NAMES = "quantize_dense", "dequantize_dense", "pack", "unpack", "pack_mask", "unpack_mask"
+SHAPES = [(1,), (33,), (0, 8), (4, 80), (70, 5), (3, 4, 65), (2, 16, 8, 8), (9, 1030)]
+COPIES = [("uniform", 1, 64), ("uniform", 8, 2048), ("rotated", 2, 256), ("rotated", 5, 32), ("masked", 3, 256)]  # fmt: skip
+
+
+def both(name, *arguments, **keywords):
+    """Return the results of an op and of its implementation in Python."""
+    ops = (getattr(torch.ops.fewbit, form) for form in (name, f"{name}_in_python"))
+    return [op(*arguments, **keywords) for op in ops]
+
+
+def same_bits(a, b):
+    assert (a.dtype, a.shape, a.stride(), a.device) == (b.dtype, b.shape, b.stride(), b.device)
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def check_copies(x, bits, group_size, kind, channels=0):
+    seed = torch.tensor([7, 11, 13], dtype=torch.int64, device=x.device)[1:2]
+    made, expected = both("quantize_dense", x, seed, bits, group_size, kind, channels)
+    assert all(map(same_bits, made, expected))
+    packed, ranges, numbers = made
+    for dtype in DTYPES:
+        how = bits, group_size, list(x.shape), dtype, kind, *([numbers] if channels else [])
+        assert same_bits(*both("dequantize_dense", packed, ranges, *how))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_copies(device, shape):
+    for kind, bits, group_size in COPIES:
+        for dtype in DTYPES if shape == (4, 80) else DTYPES[:1]:
+            check_copies(normal(shape, dtype, device, seed=bits), bits, group_size, kind)
+
+
+def test_copies_with_channels_and_of_views(device):
+    x = normal((64, 48), device=device)
+    check_copies(x, 2, 256, "rotated", channels=48)
+    check_copies(x.t(), 2, 256, "rotated")
+    check_copies(x[:, 1:], 2, 256, "uniform")
+
+
+@pytest.mark.parametrize("bits", [1, 3, 8])
+def test_codes(device, bits):
+    for n in (0, 1, 32, 1001):
+        codes = (torch.arange(n, device=device) * 7 % (1 << bits)).to(torch.uint8)
+        packed, expected = both("pack", codes, bits)
+        assert same_bits(packed, expected)
+        for back in both("unpack", packed, bits, n):
+            assert torch.equal(back, codes)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.float32, torch.bfloat16, torch.float64], ids=name_of
+)
+def test_masks(device, dtype):
+    mask = (torch.arange(70, device=device) % 3 > 0).to(dtype)
+    for given in (mask, mask[1:], mask.view(7, 10).t()):
+        packed, expected = both("pack_mask", given)
+        assert same_bits(packed, expected)
+        for back in both("unpack_mask", packed, given.numel(), dtype=dtype):
+            assert back.dtype == dtype and torch.equal(back, given.reshape(-1))
+
+
+def test_the_kernels_are_called_without_python(monkeypatch):
+    """Where compiled kernels exist, usual arguments do not reach the implementations in Python."""
+    if not dense_ops.runs_in_cpp:
+        pytest.skip("no compiled kernels")
+
+    def refuse(*_, **__):
+        raise AssertionError("the implementation in Python was called")
+
+    monkeypatch.setattr(quantizer_ops, "quantize", refuse)
+    monkeypatch.setattr(quantizer_ops, "dequantize", refuse)
+    x, seed = normal((4, 80)), torch.zeros(1, dtype=torch.int64)
+    packed, ranges, _ = dense_ops.quantize_dense_op(x, seed, 2, 256, "rotated", 0)
+    dense_ops.dequantize_dense_op(packed, ranges, 2, 256, [4, 80], torch.float32, "rotated")
+    with pytest.raises(RuntimeError):
+        dense_ops.quantize_dense_op(x.double(), seed, 2, 256, "rotated", 0)
+
+
+def wrong_cases():
+    x, seed = normal((4, 80)), torch.zeros(1, dtype=torch.int64)
+    packed, ranges, _ = dense_ops.quantize_dense_op(x, seed, 3, 256, "uniform", 0)
+    place = [4, 80], torch.float32, "uniform"
+    yield "quantize_dense", (x, seed[:0], 3, 256, "uniform", 0), "seed: expected 1 int64"
+    yield "quantize_dense", (x, seed, 9, 256, "uniform", 0), "expected 1 to 8"
+    yield "quantize_dense", (x, seed, 3, 31, "uniform", 0), "group_size: expected"
+    yield "dequantize_dense", (packed[:-1], ranges, 3, 256, *place), "packed: expected 30 int32"
+    yield "dequantize_dense", (packed, ranges[:-1], 3, 256, *place), "ranges: expected 8 bfloat16"
+    yield (
+        "dequantize_dense",
+        (packed, ranges.float(), 3, 256, *place),
+        "ranges: expected 8 bfloat16",
+    )
+    yield "dequantize_dense", (packed, ranges, 3, 256, [5, 80], *place[1:]), "packed: expected"
+    yield "unpack", (packed[1:], 3, 320), "packed: expected 30 int32"
+    yield "unpack", (packed, 3, -1), "negative|expected"
+    yield "pack", (x.to(torch.uint8), 9), "expected 1 to 8"
+
+
+@pytest.mark.parametrize(("name", "arguments", "message"), list(wrong_cases()))
+def test_wrong_arguments(name, arguments, message):
+    for form in (name, f"{name}_in_python"):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            getattr(torch.ops.fewbit, form)(*arguments)
+
+
+def test_opcheck(device):
+    x, seed = normal((4, 80), device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    checks = "test_schema", "test_faketensor"
+    arguments = x, seed, 2, 256, "rotated", 0
+    torch.library.opcheck(dense_ops.quantize_dense_op, arguments, test_utils=checks)
+    packed, ranges, _ = dense_ops.quantize_dense_op(*arguments)
+    arguments = packed, ranges, 2, 256, [4, 80], torch.float32, "rotated"
+    torch.library.opcheck(dense_ops.dequantize_dense_op, arguments, test_utils=checks)

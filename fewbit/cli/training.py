@@ -42,10 +42,15 @@ _FAMILIES = [family.name for family in models.FAMILIES]
     With --fits, the command computes the peak memory of a whole training step instead, for exact
     training and for compression of all layers, and says whether the step fits on the device.
 
+    With --fit SIZE, the command chooses for each block of the model what it saves, so that a
+    training step fits in this memory in the least time, and prints the calls that do this.
+    Nothing is run: times follow from measured costs of this machine's CPU.
+
     \b
     Examples:
       fewbit memory resnet18
       fewbit memory resnet18 --fits --device "2 GiB" --batch 8 --image-size 64
+      fewbit memory resnet18 --fit "260 MiB" --batch 64 --image-size 64
       fewbit memory vgg16 densenet121 --bits 2 --device-memory 80GB
       fewbit memory resnet50 --activation relu --image-size 224 --json
     """
@@ -71,9 +76,16 @@ _FAMILIES = [family.name for family in models.FAMILIES]
     help="Compute the peak memory of training steps, and what fits on the device.",
 )
 @click.option(
+    "--fit",
+    "fit_bytes",
+    type=Size(),
+    metavar="SIZE",
+    help="Choose what each block saves, so that a training step fits in SIZE.",
+)
+@click.option(
     "--optimizer",
     metavar="NAME",
-    help="With --fits: an optimizer of torch.optim.  [default: adamw]",
+    help="With --fits or --fit: an optimizer of torch.optim.  [default: adamw]",
 )
 @number("--batch", "Number of samples in the counted forward pass.  [default: 1]")
 @number("--image-size", "Width and height of images in pixels, at least 64.  [default: 256]")
@@ -86,18 +98,20 @@ _FAMILIES = [family.name for family in models.FAMILIES]
 )
 @click.option("--dropout", is_flag=True, help="Count with dropout; the paper counts without.")
 @json_option
-def memory(names, is_all, activation, dropout, is_fit, optimizer, as_json, **options):
+def memory(names, is_all, activation, dropout, is_fit, fit_bytes, optimizer, as_json, **options):
     """Run `fewbit memory`, and print the report."""
-    if is_fit:
+    if is_fit or fit_bytes is not None:
+        option = "--fits" if is_fit else "--fit"
         unused = {"--all": is_all, "--activation": activation is not None, "--dropout": dropout}
+        unused |= {"--fit": is_fit and fit_bytes is not None}
+        unused |= {"--bits": not is_fit and options["bits"] not in (None, ())}
         for name in (name for name, is_given in unused.items() if is_given):
-            raise FewbitError(
-                f"{name}: expected it without --fits, which trains the model as it is"
-            )
-        print_result(_fit(names, optimizer or "adamw", **given(**options)), as_json)
+            raise FewbitError(f"{name}: expected it without {option}")
+        options |= {"memory": fit_bytes}
+        print_result(_fit(option, names, optimizer or "adamw", **given(**options)), as_json)
         return
     if optimizer is not None:
-        raise FewbitError(f"--optimizer: expected --fits with it, got {optimizer} alone")
+        raise FewbitError(f"--optimizer: expected --fits or --fit with it, got {optimizer} alone")
     if bool(names) == is_all:
         raise click.UsageError(
             "expected either the name of a model or --all", click.get_current_context()
@@ -113,13 +127,22 @@ def memory(names, is_all, activation, dropout, is_fit, optimizer, as_json, **opt
 
 
 def _fit(
-    names, optimizer, device_bytes, batch=1, image_size=None, sequence_length=None, bits=(4, 2)
+    option,
+    names,
+    optimizer,
+    device_bytes,
+    batch=1,
+    image_size=None,
+    sequence_length=None,
+    bits=(4, 2),
+    memory=None,
 ):
-    """Return the result of `fewbit.fits` for a model with synthetic data. The arguments are the options of `memory`."""
+    """Return the result of `fewbit.fits`, or of `fewbit.fit_` if `memory` is given, for a model with synthetic data."""
     if len(names) != 1:
-        raise FewbitError(f"--fits: expected one MODEL, got {len(names)}")
+        raise FewbitError(f"{option}: expected one MODEL, got {len(names)}")
     import torch
 
+    from fewbit.fitting.fit import fit_
     from fewbit.models.workload import workload
     from fewbit.planning.fits import EXACT, fits
 
@@ -142,6 +165,9 @@ def _fit(
     # On the meta device the weights take no memory.
     with torch.device("meta"):
         model, (data,), loss = workload(names[0], batch=batch, size=size, batches=1)
+    if memory is not None:
+        kind = classes[optimizer.lower()]
+        return fit_(model, data, memory, loss=loss, optimizer=kind, verbose=False)
     return fits(
         model,
         data,

@@ -177,14 +177,12 @@ class FastestFit(Document):
             Column("option", lambda row: row.option, "name", least=20),
             Column(f"saved {unit[0]}", lambda row: amount(row.saved, unit)),
             Column("added ms", lambda row: f"{1000 * row.seconds:.1f}", drop=2),
-            Column("error", self._error, drop=1),
         )
+        if not math.isnan(self.error):
+            columns += (Column("error", lambda row: digits(row.error), drop=1),)
         return View(
             self.title, columns, self.rows, self._notes(unit[0]), figure=self.plot, code=self.code
         )
-
-    def _error(self, row: FitBlocks) -> str:
-        return "" if math.isnan(self.error) else digits(row.error)
 
     def _notes(self, unit: str) -> list[str]:
         gap = 100 * (self.seconds - self.bound) / self.exact_seconds if self.exact_seconds else 0.0
@@ -192,9 +190,12 @@ class FastestFit(Document):
             f"saved {unit}: left for the backward pass, the batch included",
             "added ms: the time that the option adds to an exact forward and backward pass of "
             f"{1000 * self.exact_seconds:.3g} ms",
-            f"error: squared distance from the exact gradient, as a part of its squared norm; at most {self.limit:g}",
             f"by these numbers, no choice that fits is faster by more than {gap:.1f}% of the exact time",
         ]
+        if not math.isnan(self.error):
+            lines.append(
+                f"error: squared distance from the exact gradient, as a part of its squared norm; at most {self.limit:g}"
+            )
         for name, point in (("faster", self.better), ("smaller", self.smaller)):
             if point is not None:
                 lines.append(

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -23,6 +24,7 @@ from fewbit.compress.controller import Controller
 from fewbit.config import as_config, plain_arguments
 from fewbit.convert.swap import is_converted
 from fewbit.errors import InputError
+from fewbit.fitting.fit import fit_
 from fewbit.runtime.saved.bit_policy import SAMPLES
 from fewbit.runtime.saved.context import contexts_of
 from fewbit.sizes import counted
@@ -47,9 +49,14 @@ class FewbitCallback(TrainerCallback, ExportableState):
 
     Args:
         bits: as in `fewbit.compress_`.
+        memory: a size such as "24 GiB". At the beginning of the training, `fewbit.fit_` then chooses what each block saves, so
+            that a training step fits in this memory, with the first batch as the sample, and the Trainer's loss and optimizer.
+            `bits` has no effect, and the other arguments are those of `fewbit.fit_`. Training takes place in one process, and
+            neither `torch_compile` nor gradient checkpointing is on.
         **arguments: the other arguments of `fewbit.compress_`. By default only the first process prints the report.
 
     Attributes:
+        fit: the result of `fewbit.fit_`; None without `memory`, or before the training begins.
         arguments: the arguments of `fewbit.compress_`.
         controller: the `Controller` of the model; None before the Trainer's constructor has run.
 
@@ -57,8 +64,9 @@ class FewbitCallback(TrainerCallback, ExportableState):
         InputError: `bits` cannot be used. Other arguments are checked when the model is compressed.
     """
 
-    def __init__(self, bits=4, **arguments):
+    def __init__(self, bits=4, memory=None, **arguments):
         self.arguments = {"bits": as_config(bits), **arguments}
+        self.memory, self.fit = memory, None
         self.controller: Controller | None = None
         # The Trainer sets these three if it makes the callback from the state in a checkpoint.
         self.controller_state: dict | None = None
@@ -72,13 +80,17 @@ class FewbitCallback(TrainerCallback, ExportableState):
 
     def on_init_end(self, args, state, control, model=None, **kwargs) -> None:
         """Compress the model of the Trainer."""
-        self._compress(model, state)
+        if self.memory is None:
+            self._compress(model, state)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
         """Compress a model that `model_init` has made since, and continue from the state of a checkpoint."""
-        self._compress(model, state)
-        if state.global_step > 0:
-            self._resume(state)
+        if self.memory is not None:
+            self._fit(model, args, kwargs["train_dataloader"], kwargs["optimizer"])
+        else:
+            self._compress(model, state)
+            if state.global_step > 0:
+                self._resume(state)
         # The Trainer expects an entry of every callback, also if the checkpoint was saved without this one.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if not self._has_warned:
@@ -111,6 +123,26 @@ class FewbitCallback(TrainerCallback, ExportableState):
         self.controller = compress_(model, **{"verbose": is_first, **self.arguments})
         _controllers[model] = self.controller
 
+    def _fit(self, model, args, batches, optimizer) -> None:
+        """Choose what each block saves, with the first batch as the sample."""
+        refused = {
+            "one process": args.world_size > 1,
+            "gradient_checkpointing=False": args.gradient_checkpointing,
+            "torch_compile=False": args.torch_compile,
+        }
+        for expected in (name for name, is_refused in refused.items() if is_refused):
+            raise InputError(f"memory: expected a training with {expected}, got another one")
+        devices = [] if args.device.type == "cpu" else [args.device]
+        with torch.random.fork_rng(devices):
+            sample = dict(next(iter(batches)))
+        arguments = {name: value for name, value in self.arguments.items() if name != "bits"}
+        accumulates = args.gradient_accumulation_steps > 1
+        plain = getattr(optimizer, "optimizer", optimizer)  # not the one that accelerate wraps
+        self.fit = fit_(
+            model, sample, self.memory, optimizer=plain, accumulates=accumulates, **arguments
+        )
+        self.controller = self.fit.controller
+
     # -- Logs ---------------------------------------------------------------------------------------------
 
     def on_epoch_begin(self, args, state, control, **kwargs) -> None:
@@ -133,10 +165,10 @@ class FewbitCallback(TrainerCallback, ExportableState):
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         """Add the saved bytes and the average bits to the logs of a training step."""
-        if logs is None or "loss" not in logs or self.controller is None:
+        if logs is None or "loss" not in logs or (self.controller is None and self.fit is None):
             return
         values = {} if self._meter.total is None else {SAVED: self._meter.total}
-        bits = self.controller.average_bits
+        bits = None if self.controller is None else self.controller.average_bits
         if bits is not None:
             values[BITS] = bits
         logs.update(values)
@@ -151,7 +183,8 @@ class FewbitCallback(TrainerCallback, ExportableState):
         that fewbit moves to the host. The hooks of TRL's `activation_offloading` hide tensors from it.
         """
         is_compiled, is_moved = args.torch_compile, getattr(args, "activation_offloading", False)
-        return not (is_compiled or is_moved) and self.controller.offload is None
+        is_offloaded = self.controller is not None and self.controller.offload is not None
+        return not (is_compiled or is_moved or is_offloaded)
 
     # -- Checkpoints --------------------------------------------------------------------------------------
 
@@ -160,7 +193,8 @@ class FewbitCallback(TrainerCallback, ExportableState):
 
         The numbers of samples (`Controller.number_samples`) are left out, because the Trainer stores JSON.
         """
-        plain, missing = {}, []
+        plain = {} if self.memory is None else {"memory": self.memory}
+        missing = []
         for name, value in self.arguments.items():
             try:
                 plain |= plain_arguments({name: value})

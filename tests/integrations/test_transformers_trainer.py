@@ -310,3 +310,47 @@ def test_two_processes_choose_the_same_bits(tmp_path):
             one.kill()
     assert [one.returncode for one in workers] == [0, 0], "\n".join(error for _, error in results)
     assert [text.count("modules converted") for text, _ in results] == [2, 0]
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """Let fit_ measure little, and leave the user's cache alone."""
+    from fewbit.fitting import costs, examination
+
+    monkeypatch.setattr(examination, "ROUNDS", 1)
+    monkeypatch.setattr(examination, "PROBES", 1)
+    monkeypatch.setattr(costs, "SHORTEST", 0.0)
+    monkeypatch.setenv("FEWBIT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_memory_in_place_of_bits(tmp_path, quick, steps):
+    """The first batch is the sample, the Trainer's optimizer counts, and the same training without fewbit takes more."""
+    wide = {"max_position_embeddings": 512, "hidden_size": 128}
+    callback = FewbitCallback(memory=11 * 2**20, progress=False, **QUIET)
+    run = trainer(
+        tmp_path,
+        callback,
+        llama(**wide),
+        per_device_train_batch_size=16,
+        data=64,
+        gradient_accumulation_steps=steps,
+    )
+    assert callback.fit is None and not is_converted(run.model.model.layers[0].mlp.down_proj)
+    run.train()
+    assert callback.fit.peak <= 11 * 2**20 < callback.fit.exact_peak
+    assert callback.fit.batch == 16 and callback.fit.optimizer == "AdamW"
+    assert len(logged(run, SAVED)) == 2
+    exact = trainer(
+        tmp_path / "exact", None, llama(**wide), per_device_train_batch_size=16, data=64
+    )
+    assert logged(run, SAVED)[0] < saved_by_step(exact)
+
+
+def test_a_memory_needs_a_training_that_it_can_measure(tmp_path):
+    run = trainer(tmp_path, FewbitCallback(memory="1 GiB"), gradient_checkpointing=True)
+    with pytest.raises(
+        InputError, match="memory: expected a training with gradient_checkpointing=False"
+    ):
+        run.train()
+    assert FewbitCallback(memory="1 GiB", **QUIET).state()["args"]["memory"] == "1 GiB"

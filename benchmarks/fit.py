@@ -1,0 +1,308 @@
+"""`fewbit.fit_` against settings made by hand: measured peaks, times in turns, and errors, on the CPU.
+
+    python benchmarks/fit.py                 # all six models; an hour on two cores
+    python benchmarks/fit.py llama-lora moe  # some of them
+    python benchmarks/fit.py --draw          # docs/images/fit.png from the results
+
+For each model, `fit_` chooses settings for four targets between the least memory that it can reach and the peak of exact
+training. The peak of each setting is measured by torch's profiler in the second of two whole steps with SGD, and the times of
+forward and backward passes in turns. The results are in results/fit.json.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+import warnings
+
+import harness
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from fewbit.analysis.gradients import Measured, tensors_of
+from fewbit.analysis.meter import identity_of
+from fewbit.fitting.examination import examine
+from fewbit.fitting.fit import Search
+from fewbit.fitting.settings import EXACT, RECOMPUTED, Option, Settings, everywhere
+from fewbit.fitting.steps import OptimizerBytes
+from fewbit.planning.training_step import loss_of_output
+
+NAME = "fit"
+SHARES = (0.75, 0.5, 0.25, 0.08)
+"""The targets: so much of the way from the least peak to the exact one."""
+ERROR, ROUNDS, MEMORY = 0.1, 3, "[memory]"
+SHOWN = "transformer", "llama-lora", "moe"
+"""The models of the picture."""
+
+
+class Classifier(nn.Module):
+    def __init__(self, width=768, layers=2, words=1000):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 12, 4 * width, 0.0, "gelu", batch_first=True)
+        self.embedding = nn.Embedding(words, width)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x):
+        return self.head(self.encoder(self.embedding(x)).mean(1))
+
+
+def transformer():
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    return Classifier(), (torch.randint(1000, (6, 128)), torch.randint(10, (6,))), loss
+
+
+def tokens(batch, length, words=1000):
+    ids = torch.randint(words, (batch, length))
+    return {"input_ids": ids, "labels": ids}
+
+
+def llama(batch=8):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=2, num_attention_heads=16, vocab_size=1000
+    )  # fmt: skip
+    return LlamaForCausalLM(config), tokens(batch, 128), None
+
+
+def llama_lora():
+    from peft import LoraConfig, get_peft_model
+
+    model, batch, _ = llama(batch=3)
+    return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear")), batch, None
+
+
+def experts():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
+        num_local_experts=4, num_experts_per_tok=2, vocab_size=1000,
+    )  # fmt: skip
+    return MixtralForCausalLM(config), tokens(8, 128), None
+
+
+def resnet():
+    from fewbit.models.workload import workload
+
+    model, (batch,), loss = workload("resnet50", batch=24, size=64, batches=1)
+    return model, batch, loss
+
+
+def unet():
+    from fits import unet
+
+    model, batch, loss = unet()
+    return model, tuple(x[:8].clone() for x in batch), loss
+
+
+def encoder_decoder():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=256, d_ff=1024, d_kv=64, num_layers=3, num_decoder_layers=3, num_heads=4, vocab_size=1000, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config), tokens(8, 128), None
+
+
+MODELS = {
+    "llama-lora": llama_lora, "transformer": transformer, "moe": experts, "encoder-decoder": encoder_decoder, "unet": unet,
+    "resnet-50": resnet, "llama": llama,
+}  # fmt: skip
+
+
+def by_hand(paths):
+    """Return {name: settings} of what one would set by hand."""
+    second = dict.fromkeys(paths, EXACT) | dict.fromkeys(paths[::2], RECOMPUTED)
+    return {
+        "exact": everywhere(paths, EXACT),
+        "4 bits": everywhere(paths, Option(4), 4),
+        "2 bits": everywhere(paths, Option(2), 2),
+        "checkpoint": everywhere(paths, RECOMPUTED),
+        "checkpoint every second": Settings(second),
+        "checkpoint, 4 bits": everywhere(paths, Option(4, True), 4),
+        "checkpoint 8 bits, 4 bits": everywhere(paths, Option(4, True, 8), 4),
+    }
+
+
+def measured_peak(model, batch, loss) -> int:
+    """Return the most bytes that exist at one moment of the second training step, as torch's profiler sees it."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
+
+    def step():
+        loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    existing = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
+    before = sum(dict(map(identity_of, existing)).values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    now = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == MEMORY:
+            now += event.nbytes()
+            most = max(most, now)
+    return before + most
+
+
+def compared(name: str) -> dict:
+    """Return the measurements of a model."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model, batch, loss = MODELS[name]()
+    model.train()
+    start = time.perf_counter()
+    optimizer = OptimizerBytes(model, torch.optim.SGD, False)
+    found = examine(model, batch, loss, optimizer, progress=False)
+    examined, search = time.perf_counter() - start, Search(found, ERROR)
+    exact_peak, least = int(max(found.exact.bytes.peak.max(), found.update)), search.least()
+    arms, targets = by_hand(found.paths), []
+    for share in SHARES:
+        memory = int(least.peak + share * (exact_peak - least.peak))
+        chosen = search.fastest(memory)
+        targets.append(
+            {"memory": memory, "predicted_peak": None if chosen is None else int(chosen.peak)}
+        )
+        if chosen is not None:
+            arms[f"fit_ {share:g}"] = chosen.settings
+            gap = (chosen.seconds - min(chosen.bound, chosen.seconds)) / found.exact.seconds
+            targets[-1] |= {"predicted_error": chosen.error, "gap": gap, "arm": f"fit_ {share:g}"}
+            targets[-1]["predicted_time"] = 1 + chosen.seconds / found.exact.seconds
+    value = loss or loss_of_output
+    steps = Measured(model, value, 0)
+    times: dict[str, list] = {arm: [] for arm in arms}
+    for _ in range(ROUNDS):
+        for arm, settings in arms.items():
+            settings.apply(model)
+            steps.gradient(batch, 0)
+            gc.collect()
+            begin = time.perf_counter()
+            steps.gradient(batch, 0)
+            times[arm].append(time.perf_counter() - begin)
+    rows, exact = {}, None
+    for arm, settings in arms.items():
+        controller = settings.apply(model, always=True)
+        controller.context.salt = b"measured"
+        gradient = steps.gradient(batch, 0)
+        exact = gradient if exact is None else exact
+        differences = (x - y for x, y in zip(gradient, exact, strict=True))
+        square = sum(float(y.double().square().sum()) for y in exact)
+        error = sum(float(d.double().square().sum()) for d in differences) / square
+        settings.apply(model)
+        rows[arm] = {
+            "peak": measured_peak(model, batch, value),
+            "seconds": [round(s, 4) for s in times[arm]],
+            # In turns: the median of the ratios to the exact step of the same round.
+            "time": statistics.median(
+                a / b for a, b in zip(times[arm], times["exact"], strict=True)
+            ),
+            "error": error,
+            "code": settings.code,
+        }
+    for target in targets:
+        _judge(target, rows)
+    return {
+        "examined_seconds": round(examined, 1),
+        "blocks": len(found.paths),
+        "targets": targets,
+        "arms": rows,
+    }
+
+
+def _judge(target: dict, rows: dict) -> None:
+    """Compare the choice for a target with the settings by hand that fit in the same memory."""
+    if target["predicted_peak"] is None:
+        return
+    own = rows[target["arm"]]
+    fitting = {
+        arm: row["time"]
+        for arm, row in rows.items()
+        if not arm.startswith("fit_") and row["peak"] <= target["memory"] and row["error"] <= ERROR
+    }
+    best = min(fitting, key=fitting.get, default=None)
+    target |= {
+        "peak": own["peak"],
+        "time": own["time"],
+        "error": own["error"],
+        "best_by_hand": best,
+    }
+    target["time_of_best"] = None if best is None else fitting[best]
+    target["time_of_checkpoint"] = fitting.get("checkpoint")
+
+
+def draw(rows) -> None:
+    """Draw time against peak for three models."""
+    from fewbit.render.figures import matplotlib
+
+    matplotlib("benchmarks/fit.py")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    found = [row for name in SHOWN for row in rows if row["model"] == name]
+    for axes, row in zip(figure.subplots(1, len(found)), found, strict=True):
+        for arm, one in row["arms"].items():
+            if not arm.startswith("fit_"):
+                axes.plot(one["peak"] / 2**20, one["time"], "o", color="tab:gray")
+                axes.annotate(
+                    arm,
+                    (one["peak"] / 2**20, one["time"]),
+                    fontsize=6,
+                    xytext=(3, 3),
+                    textcoords="offset points",
+                )
+        chosen = sorted(
+            (one["peak"] / 2**20, one["time"])
+            for arm, one in row["arms"].items()
+            if arm.startswith("fit_")
+        )
+        axes.plot(*zip(*chosen, strict=True), "s-", color="tab:blue", label="fit_")
+        axes.set_title(row["model"])
+        axes.set_xlabel("measured peak of a step, MiB")
+    figure.axes[0].set_ylabel("time / exact time")
+    figure.axes[0].legend()
+    figure.savefig("docs/images/fit.png", dpi=150)
+
+
+def show(row) -> None:
+    print(f"{row['model']}: examined in {row['examined_seconds']} s")
+    for arm, one in row["arms"].items():
+        print(
+            f"    {arm:28}{one['peak'] / 2**20:9.1f} MiB{one['time']:7.2f}  error {one['error']:.2g}"
+        )
+    for target in row["targets"]:
+        if target["predicted_peak"] is None:
+            print(f"  target {target['memory'] / 2**20:.1f}: nothing fits")
+            continue
+        print(
+            f"  target {target['memory'] / 2**20:.1f}: predicted {target['predicted_peak'] / 2**20:.1f}, measured "
+            f"{target['peak'] / 2**20:.1f} MiB; time {target['time']:.2f}, best by hand {target['best_by_hand']} "
+            f"{target['time_of_best']}, checkpoint {target['time_of_checkpoint']}"
+        )
+
+
+def main():
+    names = [name for name in sys.argv[1:] if name != "--draw"] or list(MODELS)
+    about = harness.machine("torch", "transformers", "diffusers", "peft")
+    if "--draw" in sys.argv:
+        draw(harness.stored(NAME))
+        return
+    tasks = [{"model": name} for name in names]
+    rows = harness.run_missing(NAME, about, compared, tasks, 1)
+    for row in rows:
+        show(row)
+
+
+if __name__ == "__main__":
+    main()

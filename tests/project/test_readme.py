@@ -40,6 +40,17 @@ def test_the_table():
             assert loss == f"{found['difference']:+.4f} ± {found['standard_error']:.4f}"
 
 
+def test_the_batches_on_a_gpu():
+    rows = [row for row in rows_of("gpu_training") if row.get("measure") == "training"]
+    gpt2 = {row["arm"]: row for row in rows if row["case"] == "gpt2"}
+    exact, few, again = (gpt2[name] for name in ("exact", "L2 2 bits", "checkpointing"))
+    text = " ".join(README.split())
+    assert f"{few['largest_batch']} sequences with 2 bits" in text
+    assert f"{again['largest_batch']} with checkpointing and {exact['largest_batch']} in" in text
+    factor = exact["largest_samples_per_s"] / few["largest_samples_per_s"]
+    assert f"a sequence takes {factor:.2f} times as long" in text
+
+
 def test_the_table_of_pretrained_networks():
     text = (ROOT / "docs" / "results" / "index.md").read_text("utf-8")
     header = "| | SmolLM2-135M | MiniLM-L6 | EfficientNet-lite0 |\n|---|---|---|---|\n"

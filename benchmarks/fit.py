@@ -6,7 +6,8 @@
 
 For each model, `fit_` chooses settings for four targets between the least memory that it can reach and the peak of exact
 training. The peak of each setting is measured by torch's profiler in the second of two whole steps with SGD, and the times of
-forward and backward passes in turns. The results are in results/fit.json.
+forward and backward passes in turns. Times are those of the
+processor, with one thread. The results are in results/fit.json.
 """
 
 from __future__ import annotations
@@ -188,9 +189,9 @@ def compared(name: str) -> dict:
             settings.apply(model)
             steps.gradient(batch, 0)
             gc.collect()
-            begin = time.perf_counter()
+            begin = time.process_time()  # with one thread; other programs do not count
             steps.gradient(batch, 0)
-            times[arm].append(time.perf_counter() - begin)
+            times[arm].append(time.process_time() - begin)
     rows, exact = {}, None
     for arm, settings in arms.items():
         controller = settings.apply(model, always=True)

@@ -19,7 +19,7 @@ from fewbit.analysis.progress import StepsProgress
 from fewbit.errors import FewbitError, InputError
 from fewbit.fitting.blocks import find_blocks
 from fewbit.fitting.choose import Part
-from fewbit.fitting.costs import costs_of
+from fewbit.fitting.costs import clock_of, costs_of
 from fewbit.fitting.settings import (
     EXACT,
     OFFLOADED,
@@ -319,22 +319,22 @@ def _added_seconds(values: list[float], exact: list[float]) -> float:
 
 def _timed(steps: RealSteps) -> tuple[float, np.ndarray]:
     """Return the seconds of a step, and those of the forward passes of the blocks."""
-    begun, seconds = {}, np.zeros(len(steps.blocks))
+    begun, seconds, clock = {}, np.zeros(len(steps.blocks)), clock_of(steps.device)
 
     def mark(kind, block, _):
         steps.wait()
         if kind == ENTER:
-            begun[block] = time.perf_counter()
+            begun[block] = clock()
         elif block in begun:
-            seconds[block] = time.perf_counter() - begun.pop(block)
+            seconds[block] = clock() - begun.pop(block)
 
     with measuring():
         steps.wait()
-        start = time.perf_counter()
+        start = clock()
         with watched(steps.blocks, mark):
             steps.measured.gradient(steps.sample, 0)
         steps.wait()
-        return time.perf_counter() - start, seconds
+        return clock() - start, seconds
 
 
 def _squared(gradient) -> float:
@@ -366,11 +366,11 @@ def _fill_in(examination: Examination, device: torch.device) -> None:
         exact.seconds = 3 * forward
 
     def of_bits(bits: int, option: Measurement, timed: Measurement | None) -> float:
-        if timed is not None and timed.seconds:
-            ratio = costs.per_element[bits] / costs.per_element[TIMED_BITS]
-            return ratio * (timed.seconds - exact.seconds)
-        freed = float((exact.bytes.saved - option.bytes.saved).sum())
-        return max(freed, 0.0) / 4 * costs.per_element[bits]
+        freed = max(float((exact.bytes.saved - option.bytes.saved).sum()), 0.0)
+        if timed is None or not timed.seconds:
+            return freed / 4 * costs.per_element[bits]
+        more = costs.per_element[bits] - costs.per_element[TIMED_BITS]
+        return max(timed.seconds - exact.seconds + freed / 4 * more, 0.0)
 
     for option, one in uniform.items():
         if one.seconds or one is exact:

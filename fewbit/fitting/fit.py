@@ -31,7 +31,7 @@ ERROR = 0.1
 """The default bound of the error, as a part of the squared norm of the gradient."""
 TOLERANCE = 0.002
 """The part of the step's time by which the solver's result may be slower than the fastest one."""
-SLOWER = 0.01
+SLOWER = 0.02
 """The part of an exact step's time that a smaller error may cost."""
 ATTEMPTS = 6
 """The number of choices of which the peak is measured, until one fits."""

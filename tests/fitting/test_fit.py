@@ -13,6 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 import fewbit
 from fewbit.errors import InputError
 from fewbit.fitting import costs, examination
+from fewbit.fitting.settings import RECOMPUTED, Option, Settings
 from fewbit.fitting.steps import RealSteps
 
 MIB = 2**20
@@ -231,3 +232,40 @@ def test_refusals(changes, message):
         fit(**arguments)
     assert "\n" not in str(error.value)
     assert type(model.head) is nn.Linear and "forward" not in vars(model.encoder)
+
+
+@pytest.mark.slow
+def test_accumulated_gradients_count():
+    """With gradients of an earlier batch, the second batch's passes fit; without them, the same target needs less."""
+    model, batch = language(dropout=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    memory = int(8.5 * MIB)
+    found = fit(model, batch, memory, accumulates=True, optimizer=optimizer)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    loss(model, batch).backward()
+    states = [state["momentum_buffer"] for state in optimizer.state.values()]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    before = sum(x.nbytes for x in [*model.parameters(), *states, *gradients, batch])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss(model, batch).backward()
+    now = most = before
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    assert most <= memory
+    assert most == pytest.approx(found.peak, rel=0.01)
+
+
+@pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_choice_can_be_compiled():
+    """torch.compile traces the model after the choice; its regions are torch's, so the gradients are close to exact ones."""
+    model, batch = language(layers=3, dropout=0.0)
+    exact = gradient(model, batch, 0)
+    paths = [f"encoder.layers.{number}" for number in range(3)]
+    Settings({paths[0]: RECOMPUTED, paths[1]: Option(8), paths[2]: Option(8, True, 8)}).apply(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    found = gradient(compiled, batch, 0)
+    assert 0 < (found - exact).norm() < 0.05 * exact.norm()

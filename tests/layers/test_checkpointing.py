@@ -342,8 +342,10 @@ def test_a_model_of_transformers(compresses):
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
-def test_a_model_with_routers(experts):
+@pytest.mark.parametrize(
+    "experts, compresses", [("grouped_mm", False), ("eager", False), ("eager", True)]
+)
+def test_a_model_with_routers(experts, compresses):
     """The second run sends each token to the experts of the first run, so experts and routers have the errors of other layers."""
     torch.manual_seed(0)
     config = tiny_models.mixtral()
@@ -357,6 +359,9 @@ def test_a_model_with_routers(experts):
 
     exact = gradients()
     fewbit.checkpoint_(model, bits=8)
+    if compresses:
+        layers = {"activation_bits": 8, "attention_bits": 8}
+        fewbit.compress_(model, bits=8, layers=layers, verbose=False)
     found = gradients()
     for part in ("experts", "mlp.gate.", "self_attn"):
         names = [name for name in exact if part in name]

@@ -79,7 +79,11 @@ class _RegionMode(ReplacingMode):
         (indices,) = self.decided(function, (indices,), x.size(dim) if x.dim() else 1)
         if x.requires_grad or indices is not found[1]:
             wide = indices if indices.dim() == x.dim() else indices.unsqueeze(dim)
-            with nullcontext() if x.requires_grad else outside_dispatch_modes():
+            # torch's own function, because fewbit's, which a compressed model calls, may be replaced in one run only.
+            with (
+                nullcontext() if x.requires_grad else outside_dispatch_modes(),
+                torch._C.DisableTorchFunction(),
+            ):
                 values = x.gather(dim, wide).view(indices.shape)
         return type(found)((values, indices))
 

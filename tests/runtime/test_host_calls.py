@@ -51,18 +51,18 @@ def conv_bn_relu():
 
 TOKENS, IMAGES = (4, 16, 64), (4, 8, 8, 8)
 BUDGETS = {  # name: (layers, shape of the input, calls of the forward, of the backward; under AdaptiveBits in steps that measure nothing)
-    "linear": (lambda: [nn.Linear(64, 64)], TOKENS, 102, 27, 204, 36),
-    "conv": (lambda: [nn.Conv2d(8, 8, 3)], IMAGES, 124, 21, 226, 30),
-    "layer norm": (lambda: [nn.LayerNorm(64)], TOKENS, 132, 44, 240, 59),
-    "rms norm": (lambda: [nn.RMSNorm(64)], TOKENS, 133, 32, 240, 41),
-    "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 155, 55, 266, 71),
-    "conv, batch norm, ReLU": (conv_bn_relu, IMAGES, 348, 111, 537, 129),
-    "linear, GELU": (lambda: [nn.Linear(64, 64), nn.GELU()], TOKENS, 192, 48, 375, 66),
-    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 109, 37, 148, 37),
-    "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 184, 68, 223, 68),
-    "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 116, 19, 198, 28),
-    "attention": (lambda: [Attention()], (4, 4, 16, 16), 213, 146, 441, 173),
-    "block": (lambda: [Block()], TOKENS, 778, 442, 1359, 556),
+    "linear": (lambda: [nn.Linear(64, 64)], TOKENS, 102, 27, 193, 36),
+    "conv": (lambda: [nn.Conv2d(8, 8, 3)], IMAGES, 124, 21, 215, 30),
+    "layer norm": (lambda: [nn.LayerNorm(64)], TOKENS, 132, 44, 229, 59),
+    "rms norm": (lambda: [nn.RMSNorm(64)], TOKENS, 133, 32, 229, 41),
+    "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 155, 55, 255, 71),
+    "conv, batch norm, ReLU": (conv_bn_relu, IMAGES, 348, 110, 515, 128),
+    "linear, GELU": (lambda: [nn.Linear(64, 64), nn.GELU()], TOKENS, 192, 48, 353, 66),
+    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 108, 36, 147, 36),
+    "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 183, 67, 222, 67),
+    "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 116, 19, 187, 28),
+    "attention": (lambda: [Attention()], (4, 4, 16, 16), 213, 146, 408, 173),
+    "block": (lambda: [Block()], TOKENS, 762, 426, 1268, 540),
 }
 FILES_OF_LINEAR, OWN_OF_LINEAR = 24, (42, 11)
 

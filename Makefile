@@ -18,7 +18,7 @@ export FEWBIT_CUDA ?= $(if $(wildcard /dev/nvidia0 /dev/dxg),auto,0)
 # The sources of the compiled kernels.
 KERNELS := $(wildcard csrc/bindings/* csrc/common/* csrc/cpu/* csrc/cuda/*)
 
-.PHONY: demo test test-all tiers versions dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training \
+.PHONY: demo test test-all tiers versions dispatch package-test lint tables benchmarks gpu gpu-build gpu-test gpu-kernels gpu-training gpu-proof bench \
 	sanitize sanitize-build mutants same docs clean
 
 demo: $(VENV)/installed
@@ -119,6 +119,10 @@ benchmarks: $(VENV)/installed-benchmarks
 	$(BIN)/python benchmarks/activations.py cpu
 	$(BIN)/python benchmarks/memory.py
 
+# Fails if step time or peak memory of three models is worse than the stored figures. Run it before and after a change to the hot path.
+bench: $(VENV)/installed-benchmarks
+	$(BIN)/python benchmarks/regression.py
+
 # For a machine with a GPU; CONTRIBUTING.md says what must be installed there. Each part is made to take less than 8 minutes, and
 # writes results as it goes. `make gpu` runs all parts, even if one fails, and fails if one did.
 # Results are written to $$OUT if set, else to benchmarks/results and build/gpu.
@@ -153,6 +157,10 @@ gpu-kernels:
 	$(PYTHON) benchmarks/activations.py cuda || failed=1; \
 	$(PYTHON) benchmarks/cuda_kernels.py $$(command -v ncu > /dev/null && echo --count) || failed=1; \
 	exit $$failed
+
+# The figures of the README on this GPU, in at most ten minutes.
+gpu-proof:
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu_proof.py
 
 gpu-training:
 	@failed=0; export PYTHONPATH=.; \

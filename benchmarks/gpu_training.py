@@ -10,7 +10,8 @@ are fused, and dropout is off. In every arm, the head and the loss of the langua
 checkpointed chunks, because the logits of 50257 words would otherwise take most of the memory.
 
 The arms are: exact; level L2 at 4 and 2 bits; levels L3 and L4 at 2 bits on average, which have adapted to the data before
-they are measured; pre-activation blocks at 4 bits; few-bit activations alone; checkpointing of every block; exact training
+they are measured; pre-activation blocks at 4 bits; few-bit activations alone; checkpointing of every block, by torch and by `fewbit.checkpoint_`, whose
+regions save inputs of 8 bits; the latter with 2 bits inside the regions; exact training
 and L2 at 2 bits with the step in a CUDA graph; torch.compile; fewbit.compile with 2 bits; and torch.compile with
 activation_memory_budget 0.5. Each arm runs in a process of its own, so that memory of other arms does not count. The
 processes are copies of a server that has imported torch. Before the arms run, gradients of L2 at 8 bits are compared with
@@ -55,6 +56,8 @@ CASES = {
     "resnet50": {"model": "resnet50", "size": 224, "classes": 1000, "batch": 64, "most": 2048},
     "gpt2": {"context": 1024, "depth": 12, "vocabulary": 50257, "batch": 8, "most": 512},
 }
+LLAMA = {"context": 4096, "depth": 4, "width": 2048, "batch": 1, "most": 64}
+"""A stack of Llama's blocks, without words; gpu_proof.py trains it."""
 TINY = {
     "resnet50": {"model": "resnet18", "size": 64, "classes": 10, "batch": 8, "most": 32},
     "gpt2": {"context": 16, "depth": 1, "vocabulary": 64, "batch": 4, "most": 16},
@@ -91,6 +94,52 @@ class Block(nn.Module):
         return x + self.c_proj(self.act(self.c_fc(self.ln_2(x))))
 
 
+class LlamaBlock(nn.Module):
+    """A block of Llama whose heads have 64 entries, with rotary positions."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.input_norm, self.output_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        hidden = width * 8 // 3 // 64 * 64
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.input_norm(x)
+        q, k, v = (
+            layer(normed).unflatten(-1, (-1, 64)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        normed = self.output_norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+def _rotated(x):
+    """Rotate the vectors of heads, (batch, heads, tokens, 64), by their positions."""
+    half = x.shape[-1] // 2
+    rates = 10000.0 ** (-torch.arange(half, device=x.device) / half)
+    angles = torch.arange(x.shape[-2], device=x.device)[:, None] * rates
+    sines, cosines = angles.sin().to(x.dtype), angles.cos().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1)
+
+
+class Llama(nn.Module):
+    """A stack of `LlamaBlock`s, which maps (batch, tokens, width) to the same shape."""
+
+    def __init__(self, depth: int, width: int):
+        super().__init__()
+        self.h = nn.ModuleList(LlamaBlock(width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.h:
+            x = block(x)
+        return x
+
+
 class GPT2(nn.Module):
     """A GPT2Model for machines without transformers. It maps tokens (batch, length) to hidden states."""
 
@@ -116,6 +165,8 @@ def build(case, settings, device):
     if case == "resnet50":
         model = ResNet(settings["model"], classes=settings["classes"])
         return model.to(device, memory_format=torch.channels_last).train()
+    if case == "llama":
+        return Llama(settings["depth"], settings["width"]).to(device).train()
     if importlib.util.find_spec("transformers") is None:
         sizes = (settings[name] for name in ("context", "depth", "vocabulary"))
         return GPT2(*sizes).to(device).train()
@@ -140,6 +191,10 @@ def data(case, settings, batch, device):
         x = torch.randn(size, device=device, generator=generator)
         y = torch.randint(settings["classes"], (batch,), device=device, generator=generator)
         return x.contiguous(memory_format=torch.channels_last), y
+    if case == "llama":
+        size = (batch, settings["context"], settings["width"])
+        x, y = (torch.randn(size, device=device, generator=generator) for _ in range(2))
+        return x.bfloat16().requires_grad_(), y.bfloat16()
     size = (batch, settings["context"] + 1)
     tokens = torch.randint(settings["vocabulary"], size, device=device, generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
@@ -158,6 +213,8 @@ def loss(case, forward, embedding, x, y):
     out = forward(x)
     if case == "resnet50":
         return F.cross_entropy(out.float(), y)
+    if case == "llama":
+        return F.mse_loss(out, y)
     hidden = out if isinstance(out, Tensor) else out.last_hidden_state
     parts = zip(hidden.flatten(0, 1).split(CHUNK), y.flatten().split(CHUNK), strict=True)
     options = {"use_reentrant": False, "preserve_rng_state": False}
@@ -215,6 +272,15 @@ def preactivation(model):
     return model
 
 
+def checkpoint_(model):
+    fewbit.checkpoint_(model, include="h.*" if hasattr(model, "h") else "layer?.*")
+    return model
+
+
+def checkpoint_2_bits(model):
+    return checkpoint_(level("L2", 2)(model))
+
+
 def activations(model):
     fewbit.replace_activations_(model, verbose=False)
     return model
@@ -240,6 +306,8 @@ ARMS = {
     "pre-activation 4 bits": preactivation,
     "activations": activations,
     "checkpointing": checkpointed,
+    "checkpoint_": checkpoint_,
+    "checkpoint_, 2 bits": checkpoint_2_bits,
     **CAPTURED,
     **COMPILING,
 }
@@ -329,7 +397,7 @@ class Training:
         self.embedding = self.model.wte.weight if case == "gpt2" else None
         self.forward = arm(self.model)
         self.is_compiled = arm in COMPILING.values()
-        if case == "gpt2":
+        if case != "resnet50":
             options = {"fused": True, "capturable": arm in CAPTURED.values()}
             self.optimizer = torch.optim.AdamW(self.parameters, 1e-4, **options)
         else:

@@ -98,6 +98,23 @@ def test_kernels(tmp_path):
 
 
 @pytest.mark.slow
+def test_proof(tmp_path):
+    """Every part but the fine-tuning, whose function test_pretrained.py runs, and the search for the largest batch."""
+    command = [sys.executable, str(BENCHMARKS / "gpu_proof.py"), "--device", "cpu"]
+    environment = writing_to(tmp_path)
+    command += ["--without-losses", "--seconds", "240"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["part"] for row in rows} == {"Llama blocks", "largest batch", "batches"}
+    assert not [row["error"] for row in rows if "error" in row]
+    for row in rows:
+        assert row["step_ms"] > 0 and row["allocated_bytes"] > 0
+        assert row["part"] != "largest batch" or row["largest_batch"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cuda_kernels", "gpu_compiled"])
 def test_other_benchmarks(tmp_path, name):
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--device", "cpu"]

@@ -89,3 +89,18 @@ def test_error_scale_and_bytes(name, setting):
     assert found["error"] < most
     assert abs(found["scale"] - 1) < 0.2 * most
     assert share < most_bytes
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of PEFT
+def test_fine_tuning_of_the_proof():
+    """benchmarks/gpu_proof.py, one step on the CPU: the losses of compressed training are those of exact training."""
+    prepared("smollm2")
+    pytest.importorskip("peft")
+    proof = import_module("gpu_proof")
+    exact, few = (
+        proof.fine_tune("lora", arm, 1, "cpu") for arm in ("exact", "checkpoint_, 4 bits")
+    )
+    assert few["before"] == pytest.approx(exact["before"], abs=0.01)
+    assert few["losses"] == pytest.approx(exact["losses"], abs=0.01)
+    assert few["held_out"] == pytest.approx(exact["held_out"], abs=0.05)
+    assert few["step_ms"] > 0

@@ -295,7 +295,9 @@ def _measure(steps: RealSteps, arms, found, paths, done) -> tuple[np.ndarray, di
         found[key].seconds = least + _added_seconds(values, times[EXACT_ARM])
     shares = {}
     probed = np.unique(np.linspace(0, len(paths) - 1, min(PROBES, len(paths))).round().astype(int))
-    for option in (COARSE, COARSE_INPUT) if paths else ():
+    for option in (COARSE, COARSE_INPUT):
+        if not paths or ("blocks", option) not in found:
+            continue
         alone = []
         for block in probed:
             steps.timeline(

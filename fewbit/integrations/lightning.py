@@ -8,7 +8,7 @@ makes `training_step` such a call while the trainer fits.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 
 from torch import nn
@@ -18,6 +18,7 @@ from fewbit.compress.compress import compress_
 from fewbit.compress.controller import Controller
 from fewbit.config import as_config
 from fewbit.errors import InputError
+from fewbit.fitting.fit import fit_
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.interop.module_calls import GUARD
 from fewbit.runtime.saved.context import contexts_of
@@ -60,14 +61,19 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
 
     Args:
         bits: as in `fewbit.compress_`.
+        memory: a size such as "24 GiB". Before the first batch, `fewbit.fit_` then chooses what each block saves, so that a
+            training step fits in this memory, with this batch as the sample, and the trainer's only optimizer. `bits` has no
+            effect, and the other arguments are those of `fewbit.fit_`. Training takes place in one process.
         **arguments: the other arguments of `fewbit.compress_`. By default only the first process prints the report.
 
     Attributes:
         controller: the `Controller` of the compressed module; None before the module is compressed.
+        fit: the result of `fewbit.fit_`; None without `memory`, or before the first batch.
     """
 
-    def __init__(self, bits=4, **arguments):
+    def __init__(self, bits=4, memory=None, **arguments):
         self.config = as_config(bits)
+        self.memory, self.fit = memory, None
         self.arguments = arguments
         self.controller: Controller | None = None
         self._loaded: dict | None = None
@@ -88,22 +94,30 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
 
     def setup(self, trainer, pl_module, stage) -> None:
         """Compress the module, unless its layers may still be missing."""
-        if stage == "fit" and not any(_overrides(pl_module, name) for name in _MADE_IN):
+        if (
+            self.memory is None
+            and stage == "fit"
+            and not any(_overrides(pl_module, name) for name in _MADE_IN)
+        ):
             self.compress(pl_module)
 
     def on_fit_start(self, trainer, pl_module) -> None:
         """Compress the module if `setup` has not, and make `training_step` a call of the compressed model."""
-        self.compress(pl_module)
+        if self.memory is None:
+            self.compress(pl_module)
         _TrainingStep.put_into(pl_module)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        """Count what this step saves if the step is logged."""
+        """Choose what each block saves before the first batch, and count what this step saves if the step is logged."""
+        if self.memory is not None and self.fit is None:
+            self._fit(trainer, pl_module, batch)
         interval = trainer.log_every_n_steps
         is_due = interval and (trainer.global_step + 1) % interval == 0
         self._is_logged = not trainer.barebones and bool(is_due or self._meter.total is None)
         # The hooks of the meter would make torch.compile compile the module again, and would keep tensors on the GPU that
         # fewbit moves to the host.
-        if self._is_logged and pl_module._compiler_ctx is None and self.controller.offload is None:
+        is_offloaded = self.controller is not None and self.controller.offload is not None
+        if self._is_logged and pl_module._compiler_ctx is None and not is_offloaded:
             self._meter.begin(pl_module)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
@@ -113,9 +127,42 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
             return
         if self._meter.total is not None:
             self.log("fewbit/saved_bytes", float(self._meter.total))
-        bits = self.controller.average_bits
+        bits = None if self.controller is None else self.controller.average_bits
         if bits is not None:
             self.log("fewbit/bits", bits)
+
+    def _fit(self, trainer, module, batch) -> None:
+        """Choose what each block saves, with this batch as the sample."""
+        refused = {
+            "one process": trainer.world_size > 1,
+            "one optimizer": len(trainer.optimizers) != 1 or not module.automatic_optimization,
+            "a module that is not compiled": module._compiler_ctx is not None,
+        }
+        for expected in (name for name, is_refused in refused.items() if is_refused):
+            raise InputError(f"memory: expected a training with {expected}, got another one")
+
+        def loss(module, batch):
+            with trainer.precision_plugin.train_step_context():
+                result = module.training_step(batch, 0)
+            return result["loss"] if isinstance(result, Mapping) else result
+
+        own = vars(module).get("log")
+        vars(module)["log"] = lambda *args, **kwargs: None  # steps that measure are not logged
+        try:
+            self.fit = fit_(
+                module,
+                batch,
+                self.memory,
+                loss=loss,
+                optimizer=trainer.optimizers[0],
+                accumulates=trainer.accumulate_grad_batches > 1,
+                **{"verbose": _is_first_process(module)} | self.arguments,
+            )
+        finally:
+            del vars(module)["log"]
+            if own is not None:
+                vars(module)["log"] = own
+        self.controller = self.fit.controller
 
     def on_exception(self, trainer, pl_module, exception) -> None:
         """Stop counting in a step that does not end."""

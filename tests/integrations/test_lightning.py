@@ -254,3 +254,50 @@ def test_distributed_data_parallel(tmp_path):
     plain = Functions()
     fit(plain, list(pairs(2)), [adapter.FewbitCallback(bits=2, verbose=False)], folder=tmp_path)
     assert torch.equal(plain.first, module.first)
+
+
+class Deep(Layers):
+    """A network of four blocks, which logs a metric of its own."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = [
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(4)
+        ]
+        self.net = nn.Sequential(nn.Sequential(*blocks), nn.Linear(WIDTH, CLASSES))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("own", loss)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to .self.log:UserWarning")
+def test_a_memory_in_place_of_bits(tmp_path, monkeypatch):
+    """The first batch is the sample; steps that measure are not logged, and the model trains with what was chosen."""
+    from fewbit.fitting import costs, examination
+
+    monkeypatch.setattr(examination, "ROUNDS", 1)
+    monkeypatch.setattr(costs, "SHORTEST", 0.0)
+    monkeypatch.setenv("FEWBIT_CACHE", str(tmp_path))
+    batches = [
+        {name: value.repeat(32, *[1] * (value.dim() - 1)) for name, value in one.items()}
+        for one in mappings(2)
+    ]
+    exact = saved(Deep(), batches[0])
+    module, watch, memory = Deep(), Watch(), 6 * 2**20
+    callback = adapter.FewbitCallback(memory=memory, verbose=False, progress=False)
+    before = module.net[1].weight.detach().clone()
+    fit(module, batches, [callback, watch], folder=tmp_path)
+    assert callback.fit.peak <= memory < callback.fit.exact_peak
+    assert callback.fit.optimizer == "AdamW" and callback.fit.batch == 1024
+    assert len(callback.fit.settings.blocks) == 4
+    assert 0 < watch.metrics["fewbit/saved_bytes"] < 0.8 * exact
+    assert "own" in watch.metrics and "log" not in vars(module)
+    assert not torch.equal(before, module.net[1].weight)
+
+
+def test_a_memory_needs_one_optimizer(tmp_path):
+    with pytest.raises(fewbit.InputError, match="memory: expected a training with one optimizer"):
+        fit(Manual(), mappings(1), [adapter.FewbitCallback(memory="1 GiB")], folder=tmp_path)

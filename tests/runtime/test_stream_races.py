@@ -16,9 +16,11 @@ from layers import saved_by
 from torch import nn
 
 import fewbit
+from fewbit import checkpointing
 from fewbit.runtime.interop import cuda_streams
 from fewbit.runtime.quantizers import normalized
 from fewbit.runtime.quantizers.copies import Kept
+from fewbit.runtime.regions import runs
 from fewbit.runtime.saved.offload import Offload
 
 
@@ -65,9 +67,11 @@ class Training:
         self.cuda, self.chance, self.streams = cuda, chance, streams
         self.has_numbers = settings.pop("numbers", False)
         self.captures = settings.pop("captures", False)
-        ahead = settings.pop("ahead", None)
+        ahead, is_checkpointed = settings.pop("ahead", None), settings.pop("boundaries", False)
         self.around = nullcontext() if ahead is None else Offload(least=1, ahead=ahead)
         self.model = Branches(chance, streams).to(DEVICE)
+        if is_checkpointed:
+            fewbit.checkpoint_(self.model, include=["stem", "left", "right"], offload=True)
         self.controller = fewbit.compress_(self.model, verbose=False, **settings)
         self.x = torch.randn(32, 64, device=DEVICE)
         self.outputs = []
@@ -162,14 +166,21 @@ def faults_of(seed: int, steps: int, **settings) -> list[str]:
         cuda, chance = FakeCuda(patch, seed), random.Random(seed)
         with cuda:
             torch.manual_seed(seed)
+            patch.setattr(checkpointing, "BOUNDARIES", Offload(least=1, ahead=1))
+            for module in (checkpointing, runs):  # the fake device is a dispatch mode too
+                patch.setattr(module, "outside_dispatch_modes", nullcontext)
             streams = [torch.cuda.Stream() for _ in range(3)]
             trainings = [Training(cuda, chance, streams, settings) for _ in range(2)]
             for _ in range(steps):
                 chance.choice(trainings).act()
             for training in trainings:
                 training.end()
+            moved = checkpointing.BOUNDARIES.bytes_out
+            assert bool(moved) == settings.get("boundaries", False)
             del training
             trainings.clear()
+            # The latest region's tensors stay until the next pass.
+            checkpointing.BOUNDARIES._local.forward = None
             gc.collect()
             for stream in streams:  # these allocations may get what was freed
                 with torch.cuda.stream(stream):
@@ -187,6 +198,7 @@ SETTINGS = {
     "codec": {"bits": fewbit.ErrorBound(interval=1, codec="jpeg")},
     "offload": {"ahead": 2},
     "offload at once": {"ahead": 0},
+    "boundaries": {"boundaries": True},
     "captures": {"captures": True},
     "all": ADAPTIVE | {"layers": fewbit.LayerSettings(everything=True), "numbers": True, "ahead": 1, "captures": True},
 }  # fmt: skip

@@ -31,6 +31,7 @@ from fewbit.runtime.interop.autograd_graph import (
     nodes_since,
     saved_by,
 )
+from fewbit.runtime.interop.compiler_constants import constant
 from fewbit.runtime.interop.compiler_tracing import notify_traced
 from fewbit.runtime.interop.containers import tensors_in
 
@@ -113,6 +114,9 @@ class CompiledCall:
         if torch.compiler.is_compiling():
             notify_traced(self)
             return self._call(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args, **kwargs):
         outside = _outside()
         run = self._compiled if outside is None else self._call
         if not (self._compresses and torch.is_grad_enabled()):
@@ -182,6 +186,41 @@ class CompiledCall:
             )
 
 
+class CompiledBlock(CompiledCall):
+    """A `CompiledCall` that breaks the graph of a function around it, unless fewbit compiles that function too."""
+
+    def __call__(self, *args, **kwargs):
+        """Call the block."""
+        if torch.compiler.is_compiling():
+            # torch.compile would trace the block into a graph of its own partitioner.
+            is_traced = torch.compiler.is_exporting() or not torch.compiler.is_dynamo_compiling()
+            if is_traced or _is_within_fewbit():
+                return self._call(*args, **kwargs)
+            return _apart(self, *args, **kwargs)
+        return self._run(*args, **kwargs)
+
+
+@torch.compiler.disable(
+    reason="fewbit.compile_blocks_ has compiled this block: leave out fullgraph=True"
+)
+def _apart(block: CompiledBlock, /, *args, **kwargs):
+    return block._run(*args, **kwargs)
+
+
+@constant
+def _is_within_fewbit() -> bool:
+    return _running.depth > 0
+
+
+def _before_block(block: nn.Module, args: tuple) -> None:
+    """Do nothing, as a hook: torch.compile traces `forward` of modules without hooks, and would pass over the compiled code."""
+
+
+def is_hook_of_blocks(hook: Callable) -> bool:
+    """Return whether a hook is the one that `compile_blocks` adds."""
+    return hook is _before_block
+
+
 def compile_in_place(model: nn.Module, partitioner: Partitioner | None, arguments: Mapping) -> None:
     """Let calls of a model run compiled code. The arguments are those of `CompiledCall` and of torch.compile."""
     plain, compiled = _code_of(model, arguments, in_place=True)
@@ -199,7 +238,17 @@ def compile_blocks(
     compiled = _compiled(call, blocks[0], arguments)
     for block in blocks:
         own = partial(call, block), partial(compiled, block)
-        block._compiled_call_impl = CompiledCall(block, partitioner, *own)
+        block._compiled_call_impl = CompiledBlock(block, partitioner, *own)
+        block.register_forward_pre_hook(_before_block)
+
+
+def undo(module: nn.Module) -> None:
+    """Let calls of a module run uncompiled, if `compile_in_place` or `compile_blocks` compiled the module."""
+    if hasattr(module._compiled_call_impl, "is_from_fewbit"):
+        module._compiled_call_impl = None
+        for number, hook in [*module._forward_pre_hooks.items()]:
+            if hook is _before_block:
+                del module._forward_pre_hooks[number]
 
 
 def _code_of(

@@ -112,8 +112,8 @@ def compile_blocks_(
     A model of many equal blocks compiles in the time of one block. The rest of the model, such as the embedding and the head,
     runs in eager mode and saves exact tensors, unless `compress_` has converted it. Blocks are the modules in a torch.nn.ModuleList or
     torch.nn.Sequential that have the class of another module there, and modules of their own. A block in another block is a part of
-    that block. Blocks with hooks have code of their own. A copy of the model is not compiled. If torch.compile compiles a function that
-    calls the model, it compiles the blocks again, without fewbit.
+    that block. Blocks with hooks have code of their own. A copy of the model is not compiled. torch.compile around the model
+    compiles only the code between the blocks; with fullgraph=True it raises an error.
 
     Args:
         model: the model, which changes: calls of its blocks run the compiled code.
@@ -180,13 +180,18 @@ def _repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
 
 def _has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks other than fewbit's, which do nothing in compiled code."""
+    from fewbit.compiler.compiled_call import is_hook_of_blocks
+
     hooks = (
         *module._forward_hooks.values(),
         *module._forward_pre_hooks.values(),
         *module._backward_hooks.values(),
         *module._backward_pre_hooks.values(),
     )
-    return not all(isinstance(getattr(hook, "__self__", None), ModeHooks) for hook in hooks)
+    return not all(
+        isinstance(getattr(hook, "__self__", None), ModeHooks) or is_hook_of_blocks(hook)
+        for hook in hooks
+    )
 
 
 def _overrides_of(groups: list[list[nn.Module]], overrides) -> list:
@@ -214,9 +219,10 @@ def _overrides_of(groups: list[list[nn.Module]], overrides) -> list:
 
 def undo_compile(model: nn.Module) -> None:
     """Undo `compile_in_place` and `compile_blocks_`, if they compiled the model or a part of it."""
+    from fewbit.compiler import compiled_call
+
     for module in model.modules():
-        if hasattr(module._compiled_call_impl, "is_from_fewbit"):
-            module._compiled_call_impl = None
+        compiled_call.undo(module)
 
 
 def partition_fn(

@@ -119,11 +119,55 @@ def test_a_block_has_an_argument_of_any_name():
     assert net[0](normal((4, WIDTH)), block=2).shape == (4, WIDTH)
 
 
+def around(net):
+    return torch.compile(net, backend="aot_eager")
+
+
+def in_place(net):
+    net.compile(backend="aot_eager")
+    return net
+
+
+def by_regions(net):
+    return pytest.importorskip("accelerate.utils").compile_regions(net, backend="aot_eager")
+
+
+@pytest.mark.parametrize("compile_around", [around, in_place, by_regions])
+def test_torch_compile_around_the_blocks(compile_around):
+    net, x = model(), normal((4, 32, WIDTH), scale=1.0)
+    exact, usual = gradient(net, net, x), fewbit.saved_bytes(net, x).total
+    (partitioner,) = compiled(net, 8)
+    outer = compile_around(net)
+    for _ in range(2):
+        assert 0 < relative(gradient(net, outer, x), exact) < 0.02
+    assert partitioner.report.graphs == 1
+    assert fewbit.saved_bytes(outer, x).total < 0.4 * usual
+
+
+def test_torch_compile_around_the_blocks_in_one_graph():
+    net, x = model(), normal((4, 32, WIDTH), scale=1.0)
+    compiled(net, 8)
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="has compiled this block: leave out fullgraph=True"
+    ):
+        torch.compile(net, backend="aot_eager", fullgraph=True)(x)
+
+
+def test_fewbit_compiles_blocks_with_the_model_around_them():
+    net, x = model(), normal((4, 32, WIDTH), scale=1.0)
+    compiled(net, 8)
+    outer = fewbit.compile(net, 8, backend="aot_eager", fullgraph=True)
+    gradient(net, outer, x)
+    assert outer.partitioner.report.graphs == 1
+
+
 def test_undo():
     net = model(2)
     compiled(net, 2)
+    assert len(compiled(net, 2)) == 1  # the hooks of the first call are no hooks of the model
     undo_compile(net)
     assert all(module._compiled_call_impl is None for module in net.modules())
+    assert not any(module._forward_pre_hooks for module in net.modules())
 
 
 def test_a_copy_of_a_model_is_not_compiled():

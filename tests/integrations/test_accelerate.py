@@ -8,6 +8,8 @@ from torch.utils.data import DataLoader
 pytest.importorskip("accelerate")
 
 import accelerate
+from layers import relative
+from trainer_runs import llama
 
 import fewbit
 from fewbit.analysis.step_meter import StepMeter
@@ -67,6 +69,42 @@ def train(accelerator, model, optimizer, batches, meter=None):
 
 def weights(model):
     return [parameter.tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.usefixtures("compiled_anew")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning"
+)
+@pytest.mark.parametrize("call", ["compile_regions", "Module.compile", "torch.compile"])
+def test_ways_to_compile_a_compressed_model(call):
+    """The copies of layers stay. What functions save is exact, as docs/guides/compile.md says."""
+
+    def compiled(model):
+        if call == "compile_regions":
+            return accelerate.utils.compile_regions(model, backend="aot_eager")
+        if call == "torch.compile":
+            return torch.compile(model, backend="aot_eager")
+        model.compile(backend="aot_eager")
+        return model
+
+    def measured(model):
+        def loss(ids):
+            return model(input_ids=ids, labels=ids).loss
+
+        loss(ids).backward()  # compiles the model
+        model.zero_grad()
+        saved = fewbit.saved_bytes(loss, ids).total
+        loss(ids).backward()
+        return saved, torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+    ids = torch.randint(3, 90, (4, 64), generator=torch.Generator().manual_seed(0))
+    usual, exact = measured(compiled(llama(dropout=0.0)))
+    torch._dynamo.reset()
+    model = llama(dropout=0.0)
+    fewbit.compress_(model, 8, layers={"activation_bits": 8}, verbose=False)
+    saved, gradient = measured(compiled(model))
+    assert saved < 0.5 * usual
+    assert 0 < relative(gradient, exact) < 0.03
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,7 @@ def _call(name):
     "--all",
     "is_all",
     is_flag=True,
-    help="Train every model of docs/results/index.md: --bits 1 to 4, --everything 4 and 2, --average 2.",
+    help="Train every model of docs/results/index.md: --bits 1 to 4, --everything 2 and --average 2.",
 )
 @click.option(
     "--output",
@@ -331,7 +331,7 @@ def demo(steps, seeds, bits, everything, average, is_all, output, force, as_json
     few-bit GELUs, and with all saved tensors compressed, from the same seeds. The command shows
     the bytes saved for the backward pass and the final losses, and draws the losses. By default it
     trains three models from each seed, which takes one to two minutes on two cores; with --all it
-    trains eight. It needs torch.
+    trains seven. It needs torch.
 
     \b
     Examples:

@@ -14,6 +14,7 @@ from fewbit.config import name_of_class, usual_kind
 from fewbit.errors import GradientError, InputError
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
 from fewbit.runtime.graph import packs
+from fewbit.runtime.graph.known_functions import linear_positions
 from fewbit.runtime.graph.packs import Pack, PackedCopy
 from fewbit.runtime.graph.rules import (
     LINEAR,
@@ -75,9 +76,11 @@ class GraphSettings(NamedTuple):
             InputError: the user has named a position at which the node has no tensor.
         """
         function = function_of(node)
-        named = () if function is None else self.functions.get(name_of_class(function), ())
-        count = count_of_saved(node) if named else None
-        if count is not None and max(named) >= count:
+        count = None if function is None else count_of_saved(node)
+        named = () if function is None else self.functions.get(name_of_class(function))
+        if named is None:
+            named = linear_positions(function, node, count)
+        if named and count is not None and max(named) >= count:
             raise InputError(
                 f"autograd_functions: expected positions below {count} for {name_of_class(function)}, which saves "
                 f"{count} tensors, got {max(named)}"

@@ -36,7 +36,7 @@ NAME = "fit"
 SHARES = (0.75, 0.5, 0.25, 0.08)
 """The targets: so much of the way from the least peak to the exact one."""
 ERROR, ROUNDS, MEMORY = 0.1, 3, "[memory]"
-SHOWN = "transformer", "llama-lora", "moe"
+SHOWN = "transformer", "llama-lora", "resnet-50"
 """The models of the picture."""
 
 
@@ -64,11 +64,11 @@ def tokens(batch, length, words=1000):
     return {"input_ids": ids, "labels": ids}
 
 
-def llama(batch=8):
+def llama(batch=6, inner=1408):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=1024, intermediate_size=2816, num_hidden_layers=2, num_attention_heads=16, vocab_size=1000
+        hidden_size=1024, intermediate_size=inner, num_hidden_layers=2, num_attention_heads=16, vocab_size=1000
     )  # fmt: skip
     return LlamaForCausalLM(config), tokens(batch, 128), None
 
@@ -76,7 +76,7 @@ def llama(batch=8):
 def llama_lora():
     from peft import LoraConfig, get_peft_model
 
-    model, batch, _ = llama(batch=3)
+    model, batch, _ = llama(batch=3, inner=2816)
     return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear")), batch, None
 
 
@@ -246,33 +246,29 @@ def _judge(target: dict, rows: dict) -> None:
 def draw(rows) -> None:
     """Draw time against peak for three models."""
     from fewbit.render.figures import matplotlib
+    from fewbit.render.labels import add_labels
 
     matplotlib("benchmarks/fit.py")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     found = [row for name in SHOWN for row in rows if row["model"] == name]
-    for axes, row in zip(figure.subplots(1, len(found)), found, strict=True):
-        for arm, one in row["arms"].items():
-            if not arm.startswith("fit_"):
-                axes.plot(one["peak"] / 2**20, one["time"], "o", color="tab:gray")
-                axes.annotate(
-                    arm,
-                    (one["peak"] / 2**20, one["time"]),
-                    fontsize=6,
-                    xytext=(3, 3),
-                    textcoords="offset points",
-                )
-        chosen = sorted(
-            (one["peak"] / 2**20, one["time"])
-            for arm, one in row["arms"].items()
-            if arm.startswith("fit_")
+    panels, labels = figure.subplots(1, len(found)), []
+    for axes, row in zip(panels, found, strict=True):
+        points = {arm: (one["peak"] / 2**20, one["time"]) for arm, one in row["arms"].items()}
+        for color, is_chosen, name in (("tab:gray", False, "by hand"), ("tab:blue", True, "fit_")):
+            shown = {arm: xy for arm, xy in points.items() if arm.startswith("fit_") == is_chosen}
+            axes.plot(*zip(*shown.values(), strict=True), "o", color=color, label=name)
+        labels.append(
+            [(arm, xy, "black") for arm, xy in points.items() if not arm.startswith("fit_")]
         )
-        axes.plot(*zip(*chosen, strict=True), "s-", color="tab:blue", label="fit_")
+        axes.margins(0.15)
         axes.set_title(row["model"])
         axes.set_xlabel("measured peak of a step, MiB")
-    figure.axes[0].set_ylabel("time / exact time")
-    figure.axes[0].legend()
+    panels[0].set_ylabel("time / exact time")
+    panels[-1].legend(loc="upper right")
+    for axes, of_axes in zip(panels, labels, strict=True):
+        add_labels(axes, of_axes)
     figure.savefig("docs/images/fit.png", dpi=150)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from fewbit.analysis.gradients import check_loss, check_model, size_of, tensors_of
 from fewbit.analysis.unchanged import unchanged
-from fewbit.checkpointing import uncheckpoint_
+from fewbit.checkpointing import CHECKPOINTING, uncheckpoint_
 from fewbit.config import check_verbose
 from fewbit.convert.swap import restore_
 from fewbit.convert.undo import whole_or_not_at_all
@@ -24,7 +24,7 @@ from fewbit.fitting.settings import Option, Settings
 from fewbit.fitting.steps import OptimizerBytes
 from fewbit.planning.fits import capacity_of
 from fewbit.render import terminal
-from fewbit.render.formats import amount, digits
+from fewbit.render.formats import amount, digits, module_name
 from fewbit.text import shorten
 
 ERROR = 0.1
@@ -105,6 +105,12 @@ def fit_(
         raise InputError("sample: expected at least one sample, got none")
     uncheckpoint_(model)
     restore_(model)
+    regions = [path for path, one in model.named_modules() if getattr(one, CHECKPOINTING[0], False)]
+    if regions:
+        raise InputError(
+            "model: expected one without gradient checkpointing, because fit_ chooses the blocks that are computed again, "
+            f"got it in {module_name(regions[0])}; call model.gradient_checkpointing_disable()"
+        )
     with unchanged(dict(model.named_modules()), tensors_of(sample)):
         result = _chosen(
             model, sample, capacity, optimizer, loss, error, blocks, accumulates, progress

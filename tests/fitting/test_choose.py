@@ -67,7 +67,7 @@ def test_the_certified_gap(monkeypatch, tolerance, most):
     monkeypatch.setattr(solver, "MOST_LABELS", most)
     monkeypatch.setattr(solver, "FEW_LABELS", 2)
     gaps = 0
-    for seed in range(40):
+    for seed in range(25):
         parts, memory, error = instance(seed)
         best, choice = by_force(parts, memory, error), choose(parts, memory, error, tolerance)
         if choice is None or best is None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
 import fewbit
@@ -284,3 +285,22 @@ def test_a_choice_can_be_compiled():
     compiled = torch.compile(model, backend="aot_eager")
     found = gradient(compiled, batch, 0)
     assert 0 < (found - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+def test_gradient_checkpointing_of_transformers_is_refused():
+    """`fit_` would undo it silently. Regions of an earlier `checkpoint_` are undone, as the documentation says."""
+    model = LlamaForCausalLM(tiny_models.llama()).train()
+    ids = torch.randint(100, (2, 8))
+    model.gradient_checkpointing_enable()
+    with pytest.raises(
+        InputError,
+        match="model: expected one without gradient checkpointing, .* call model.gradient",
+    ):
+        fit(model, {"input_ids": ids, "labels": ids}, 64 * MIB, loss=None)
+    assert model.model.layers[0].gradient_checkpointing
+    model.gradient_checkpointing_disable()
+    fewbit.checkpoint_(model, include="model.layers.*")
+    with pytest.raises(InputError, match="for weights, gradients and AdamW alone"):
+        fit(model, {"input_ids": ids, "labels": ids}, MIB, loss=None)
+    assert model.model.layers[0].gradient_checkpointing  # as before the call

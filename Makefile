@@ -44,16 +44,17 @@ SHARE ?= 1
 tiers: $(VENV)/installed-all-tests
 	$(PYTEST) -m "$(TIERS)" --share $(SHARE)
 
-# The fast tier and the compiled models with the oldest and the newest torch, in environments of their own. They take gigabytes, and
-# .ci/run leaves them out.
+# The fast tier with the oldest and the newest torch, in environments of their own, and the table of docs/get-started/install.md with
+# these and the default torch. The environments take gigabytes, and .ci/run leaves them out.
 VERSIONS ?= 2.11.0 2.14.1
-versions: $(VERSIONS:%=build/torch-%/installed)
+versions: $(VERSIONS:%=build/torch-%/installed) $(VENV)/installed-tests
 	@failed=; export OMP_NUM_THREADS=1 PYTHONPATH=.; \
-	for version in $(VERSIONS); do for tests in tests "-m inductor tests/compiler tests/runtime/test_compile.py"; do \
-		echo "torch $$version: $$tests"; \
-		build/torch-$$version/bin/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal $$tests \
-			|| failed="$$failed $$version"; \
-	done; done; if [ -n "$$failed" ]; then echo "failed with torch$$failed"; exit 1; fi
+	for python in $(VERSIONS:%=build/torch-%/bin/python); do \
+		$$python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal tests || failed="$$failed $$python"; \
+	done; \
+	for python in $(VERSIONS:%=build/torch-%/bin/python) $(BIN)/python; do \
+		$$python tests/torch_versions.py || failed="$$failed $$python"; \
+	done; if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 build/torch-%/installed: $(VENV)/kernels
 	@echo "installing torch $*"

@@ -82,13 +82,16 @@ def pytest_ignore_collect(collection_path, config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself looks at -m
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(session, config, items):
     """Put tests into tiers, deselect tests that were not asked for or cannot run here, and shuffle the others.
 
     Tests of other tiers than the fast one run if `-m` names tiers, or if they are named by file::test or by the folder of
     their tier; see CONTRIBUTING.md. Tests marked `cuda` are deselected without a CUDA device, since the same test functions
     run on the CPU.
     """
+    # Filters of the session come after those of tests, which therefore cannot hide that fewbit uses something deprecated.
+    for category in ("DeprecationWarning", "FutureWarning"):
+        session.add_marker(pytest.mark.filterwarnings(f"error::{category}:fewbit"))
     for item in items:
         if tier := tiers.of_folder(item.path):
             item.add_marker(tier)

@@ -1,6 +1,7 @@
 """Many compiled models in one process are all compressed, and a part of a model that is not compressed gives a warning."""
 
 import copy
+import inspect
 import pickle
 import threading
 import warnings
@@ -315,6 +316,7 @@ def test_a_compressed_model_does_not_warn(name):
         COMPRESSED[name]()
 
 
+COMPILE_OPTIONS = inspect.signature(torch.compile).parameters
 KINDS = {
     "Sequential": lambda _: nn.Sequential(nn.Linear(64, 64), nn.Tanh()),
     "torch's class": lambda _: nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0, batch_first=True),
@@ -328,12 +330,21 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("call", [compiled, pytest.param(in_place, marks=pytest.mark.slow)])
 def test_all_models_of_a_class_are_compressed(kind, call):
-    """torch.compile compiles the code of a class only `recompile_limit` times."""
+    """torch.compile compiles the code of a class only `recompile_limit` times.
+
+    In torch 2.11, models whose graph is broken share that number. Those that exceed it give a warning.
+    """
+    is_shared = kind == "broken graph" and "isolate_recompiles" not in COMPILE_OPTIONS
     x = X.expand(2, -1, -1) if kind == "torch's class" else X
     with config.patch(recompile_limit=1):
         for number in range(3):
             exact = saved(KINDS[kind](number), x)
-            assert saved(call(KINDS[kind](number)), x) < 0.6 * exact
+            model = call(KINDS[kind](number))
+            if number and is_shared:
+                with pytest.warns(fewbit.CompileWarning, match="exact tensors are saved"):
+                    saved(model, x)
+                continue
+            assert saved(model, x) < 0.6 * exact
 
 
 @pytest.mark.inductor

@@ -170,7 +170,10 @@ class QuantizedTensorSpec(NamedTuple):
         return restoring.restored(values, self, tensors)
 
     def _values(self, tensors, dtype, affine):
-        packed, ranges, *widths = tensors
+        packed, ranges = tensors[:2]
+        widths = list(
+            tensors[2:]
+        )  # which Dynamo of torch 2.11 takes for a tuple after a starred assignment
         mask = widths.pop() if self.has_mask else None
         channels = widths.pop() if self.has_channels else None
         place = self.bits, self.group_size, self.size, self.stride

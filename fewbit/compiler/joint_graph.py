@@ -79,6 +79,7 @@ class JointGraph:
         backward: the nodes that depend on tangents, in their order.
         forward: the nodes on which results of the forward graph depend.
         parameters: the inputs that are parameters or buffers.
+        random: large constants that depend on random numbers, such as masks of dropout. The backward pass draws the numbers again.
         constants: nodes that need no copy, because parameters, inputs without gradient, small tensors and statistics of large
             ones suffice to compute them again.
         statistics: those of them that are large, and a number for each row or channel of a larger tensor, such as the deviations
@@ -97,6 +98,7 @@ class JointGraph:
     backward: dict[fx.Node, None] = field(default_factory=dict)
     forward: set[fx.Node] = field(default_factory=set)
     parameters: set[fx.Node] = field(default_factory=set)
+    random: set[fx.Node] = field(default_factory=set)
     constants: set[fx.Node] = field(default_factory=set)
     statistics: set[fx.Node] = field(default_factory=set)
     exact: dict[fx.Node, str] = field(default_factory=dict)
@@ -236,6 +238,8 @@ class JointGraph:
                 is_data = any(x in data for x in inputs) and is_floating(node)
                 if not is_data or node.target in uses.VIEWS:
                     self.constants.add(node)
+                if node.target in uses.RANDOM or any(x in self.random for x in inputs):
+                    self.random.add(node)
                 if not is_data and any(x in self.statistics for x in inputs):
                     self.statistics.add(node)
                 if is_data:

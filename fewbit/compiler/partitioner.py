@@ -53,7 +53,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition a joint graph. The arguments are those of torch's `min_cut_rematerialization_partition`."""
         joint_module.graph.eliminate_dead_code()
-        exact_module = fx.GraphModule(joint_module, _copy(joint_module.graph))
+        exact_graph = _copy(joint_module.graph)
         joint, copies = self._rewrite(joint_module, options)
         recomputable = joint.bytes_to_recompute()
         graphs = _partition(joint_module, joint_inputs, options)
@@ -61,6 +61,7 @@ class Partitioner(CustomPartitionerFn):
         # The two modules share nested graphs, and torch's partitioner changes graphs.
         has_parts = any(isinstance(child, fx.GraphModule) for child in joint_module.children())
         if copies and not has_parts and recomputable < _total(rows):
+            exact_module = fx.GraphModule(joint_module, exact_graph)
             exact = _partition(exact_module, joint_inputs, options)
             exact_rows = _rows(exact, joint, {})
             if _total(exact_rows) <= _total(rows):
@@ -72,16 +73,16 @@ class Partitioner(CustomPartitionerFn):
     def _rewrite(self, module, options) -> tuple[JointGraph, Mapping[fx.Node, Copy]]:
         """Insert copies into a joint graph. Return the analysis of the graph, and {node: the copy of its tensor}."""
         undo_reshapes(module.graph)
-        module.graph = fx_graph_cse(module.graph)
-        simplify(module.graph)
-        module.graph = fx_graph_cse(module.graph)
+        graph = fx_graph_cse(module.graph)
+        simplify(graph)
+        graph = fx_graph_cse(graph)
         static = frozenset(options.get("static_lifetime_input_indices") or ())
-        joint = JointGraph(module.graph, options["num_fwd_outputs"], static)
+        joint = JointGraph(graph, options["num_fwd_outputs"], static)
         copies = Rewriter(joint, self._settings_of, self.is_inductor).run()
         with unset_fake_temporarily():
             for copy in copies.values():
                 counter_of(copy.root.node.meta["val"].device)
-        module.recompile()
+        module.graph = graph  # once, because torch generates the module's code each time
         return joint, copies
 
     @property

@@ -257,17 +257,30 @@ class Rewriter:
         source = node.all_input_nodes[0]
         return self._computed_again(node, {source: self._cast_again(source)})
 
+    def _drawn_again(self, node) -> fx.Node:
+        """Return a function of random numbers, computed in the backward pass from the numbers' seed."""
+        if node.target not in uses.RANDOM:
+            return self._computed_again(node, {x: self._restore(x) for x in node.all_input_nodes})
+        seed = uses.argument(node, "seed")
+        # torch merges nodes that compute the same. The alias makes these numbers others than those of the forward.
+        own = self._call(aten.alias.default, (seed,), tag=True)
+        inputs = {x: own if x is seed else x for x in node.all_input_nodes}
+        return self._computed_again(node, inputs)
+
     def _may_be_restored(self, node) -> bool:
         joint = self.joint
         if node in joint.backward:
             return False
-        return joint.is_cast_parameter(node) or not (node in joint.constants or node in joint.exact)
+        is_again = joint.is_cast_parameter(node) or node in joint.random
+        return is_again or not (node in joint.constants or node in joint.exact)
 
     def _restored_anew(self, node):
         if node in self.copies:
             return self.copies[node].restore()
         if self.joint.is_cast_parameter(node):
             return self._cast_again(node)
+        if node in self.joint.random:
+            return self._drawn_again(node)
         mask = self._mask_of(node) if node in self.joint.again else None
         if mask is not None:  # the mean of relu(copy) is not the exact value
             return self._zero_where(mask, self._restore(node.args[0]), node)

@@ -96,6 +96,8 @@ POINTWISE = AFFINE | DIVISIONS | _overloads(
     "iota.default", "inductor_lookup_seed.default", "inductor_random.default", "inductor_randint.default", ops=prims
 )  # fmt: skip
 """Ops whose result takes no longer to compute again than to dequantize."""
+RANDOM = _overloads("inductor_random.default", "inductor_randint.default", ops=prims)
+"""Inductor's ops that draw numbers from a seed. The same seed gives the same numbers, so nothing of them needs to be saved."""
 ELEMENTWISE = {op for op in POINTWISE if op.namespace == "aten"} - VIEWS - CASTS - PADDING - _overloads(
     "full.default", "scalar_tensor.default", "ones.default", "zeros.default", "empty.default", "arange.default",
     "arange.start", "arange.start_step", "full_like.default", "scatter.value", "tril.default", "triu.default",

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compiled_models import EXACT, MARKS
+from layers import relative
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
@@ -29,6 +30,29 @@ def test_dropout_draws_what_it_would_draw():
         losses.append([float(compiled(x).detach().sum()) for _ in range(3)])
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 3
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inductor_draws_masks_again_in_the_backward_pass(dynamic):
+    """Nothing of a mask is saved, and the gradient has the mask of the forward pass."""
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.3), nn.Linear(256, 64), nn.Dropout(0.3)
+    model, x = nn.Sequential(*layers), torch.randn(128, 64)
+
+    def gradient(compiled):
+        compiled(x).sum().backward()  # compiles the model
+        torch.manual_seed(5)
+        model.zero_grad()
+        compiled(x).square().mean().backward()
+        return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+    exact = gradient(torch.compile(model, dynamic=dynamic))
+    torch._dynamo.reset()
+    compiled = fewbit.compile(model, 8, dynamic=dynamic)
+    assert 0 < relative(gradient(compiled), exact) < 0.02
+    large = [row for row in compiled.partitioner.report.rows if row.saved_bytes > 1024]
+    assert {(row.shape, row.bits) for row in large} == {((128, 256), 8)}
 
 
 def test_each_step_rounds_anew_and_a_seed_reproduces_the_steps():

@@ -3,7 +3,8 @@
     python benchmarks/host_time.py              # about 5 minutes on 2 cores
     python benchmarks/host_time.py --quick      # stores nothing
 
-A step is a forward and a backward of four equal layers or blocks, in one thread. The arms take turns step by step; a row has the
+A step is a forward and a backward of four equal layers or blocks, in one thread, whose processor time is measured, so that other
+programs do not count. The arms take turns step by step; a row has the
 median of the ratios to exact training, eager arms to eager and `fewbit.compile` to torch.compile, and the quartiles of the ratios.
 First, gradients at 8 bits are compared with exact gradients. The rows "op" are calls of single ops of compiled code, in C++ and in
 Python (decision 24).
@@ -115,13 +116,13 @@ def check(module, x):
 
 
 def in_turns(runs, x, count):
-    """Return {name: seconds of each step} of the runs, which take turns. The first quarter of the steps is left out."""
+    """Return {name: seconds of the processor in each step} of the runs, which take turns. The first quarter of the steps is left out."""
     times = {name: [] for name in runs}
     for _ in range(count):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = time.thread_time()
             step(run, x)
-            times[name].append(time.perf_counter() - start)
+            times[name].append(time.thread_time() - start)
     return {name: each[count // 4 :] for name, each in times.items()}
 
 

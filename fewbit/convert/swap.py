@@ -440,9 +440,7 @@ def _switch_functions(model, settings, selected: list[Selected], context: Forwar
             mode = False
         else:
             mode = made.setdefault(mine, mine.make_function_quantizers(context))
-        switch = ModeHooks(mode)
-        module.register_forward_pre_hook(switch.enter, prepend=True)
-        module.register_forward_hook(switch.leave, always_call=True)
+        ModeHooks(mode).register(module)
 
 
 def _is_scripted(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ import threading
 from contextlib import contextmanager, nullcontext
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 
@@ -79,6 +80,10 @@ def run_outside(function, *args, **kwargs):
             torch._C._push_on_torch_function_stack(mode)
 
 
+_ENTER, _LEAVE = -1, -2
+"""The numbers of the hooks of `ModeHooks`. torch's own are positive."""
+
+
 class ModeHooks:
     """Forward hooks that give a module a mode of its own.
 
@@ -92,12 +97,23 @@ class ModeHooks:
     def __init__(self, mode):
         self.mode = mode
 
+    def register(self, module: nn.Module) -> None:
+        """Add the hooks to a module, before and after its other hooks.
+
+        torch numbers hooks anew for each module, and torch.compile compiles a module again if the numbers differ. These hooks do
+        nothing in compiled code, so they have the same numbers in all modules, and blocks of a model share code.
+        """
+        module._forward_pre_hooks[_ENTER] = self.enter
+        module._forward_pre_hooks.move_to_end(_ENTER, last=False)
+        module._forward_hooks[_LEAVE] = self.leave
+        module._forward_hooks_always_called[_LEAVE] = True
+
     def enter(self, *_) -> None:
-        """Set the mode. Register this as a forward pre-hook."""
+        """Set the mode, as a forward pre-hook."""
         if not torch.compiler.is_compiling():
             stack.modes = (*stack.modes, self.mode)
 
     def leave(self, *_) -> None:
-        """Restore the previous mode. Register this as a forward hook with `always_call=True`."""
+        """Restore the previous mode, as a forward hook that is always called."""
         if not torch.compiler.is_compiling():
             stack.modes = stack.modes[:-1]

@@ -158,10 +158,10 @@ def measure(network, count):
 def ops(repeats):
     """Yield the time of a call of each op of compiled code, for 1,024 elements, in C++ and in Python."""
     x, seed = torch.randn(16, 64), torch.zeros(1, dtype=torch.int64)
-    packed, ranges, _ = dense_ops.quantize_dense_op(x, seed, 2, 256, "rotated", 0)
+    packed, ranges, _ = dense_ops.quantize_dense_op(x, seed, 2, 256, 1, 0)
     calls = {
-        "quantize_dense": (x, seed, 2, 256, "rotated", 0),
-        "dequantize_dense": (packed, ranges, 2, 256, [16, 64], torch.float32, "rotated"),
+        "quantize_dense": (x, seed, 2, 256, 1, 0),
+        "dequantize_dense": (packed, ranges, 2, 256, [16, 64], torch.float32, 1),
         "pack_mask": ((x > 0).float(),),
     }
     with torch.no_grad():
@@ -181,7 +181,7 @@ def main():
     torch.set_num_threads(1)
     about = harness.machine("torch") | {
         "fewbit": fewbit.__version__,
-        "C++ ops": dense_ops.runs_in_cpp,
+        "C++ ops": backends.of(torch.empty(0)).register_ops(),
     }
     print(about)
     rows = []

@@ -220,14 +220,16 @@ def uncheckpoint_(model: nn.Module) -> None:
             if forward.earlier is not None:
                 module.forward = forward.earlier
         if getattr(vars(module).get(CHECKPOINTING[1]), "func", None) is checkpoint:
-            for name in CHECKPOINTING:
-                vars(module).pop(name, None)
+            delattr(module, CHECKPOINTING[1])
+            # Many models have the attribute from their __init__, and read it in each forward pass.
+            setattr(module, CHECKPOINTING[0], False)
 
 
 def _matching(model: nn.Module, include) -> list[nn.Module]:
     """Return the modules that the argument `include` of `checkpoint_` names, without those inside of others."""
     patterns = (include,) if isinstance(include, str) else include
-    if not isinstance(patterns, Iterable) or not all(isinstance(each, str) for each in patterns):
+    patterns = tuple(patterns) if isinstance(patterns, Iterable) else None
+    if patterns is None or not all(isinstance(each, str) for each in patterns):
         raise InputError(f"include: expected a glob or several, got {shorten(include)}")
     found, used = {}, set()
     for path, module in model.named_modules():

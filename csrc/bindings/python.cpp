@@ -32,12 +32,16 @@ void refuse_type(const Place& place, const char* expected, PyObject* got) {
   throw PythonError();
 }
 
+// Throws a TypeError if the object has the wrong type or is too large, else the error that Python has set.
+[[noreturn]] static void refuse_after_error(const Place& place, const char* expected, PyObject* got) {
+  if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_OverflowError)) throw PythonError();
+  PyErr_Clear();
+  refuse_type(place, expected, got);
+}
+
 int64_t read_integer(const Place& place, PyObject* object) {
   const int64_t value = PyLong_AsLongLong(object);
-  if (value == -1 && PyErr_Occurred()) {
-    PyErr_Clear();
-    refuse_type(place, "an integer of 64 bits", object);
-  }
+  if (value == -1 && PyErr_Occurred()) refuse_after_error(place, "an integer of 64 bits", object);
   return value;
 }
 
@@ -49,10 +53,7 @@ int read_int(const Place& place, PyObject* object) {
 
 double read_number(const Place& place, PyObject* object) {
   const double value = PyFloat_AsDouble(object);
-  if (value == -1 && PyErr_Occurred()) {
-    PyErr_Clear();
-    refuse_type(place, "a number", object);
-  }
+  if (value == -1 && PyErr_Occurred()) refuse_after_error(place, "a number", object);
   return value;
 }
 
@@ -71,7 +72,9 @@ std::string read_text(const Place& place, PyObject* object) {
 
 std::vector<float> read_floats(const Place& place, PyObject* object) {
   if (!PySequence_Check(object)) refuse_type(place, "a sequence of numbers", object);
-  std::vector<float> values(static_cast<size_t>(PySequence_Size(object)));
+  const Py_ssize_t size = PySequence_Size(object);
+  if (size < 0) throw PythonError();
+  std::vector<float> values(static_cast<size_t>(size));
   for (size_t i = 0; i < values.size(); ++i) {
     const Object item(PySequence_GetItem(object, static_cast<Py_ssize_t>(i)));
     values[i] = static_cast<float>(read_number(place, item.get()));

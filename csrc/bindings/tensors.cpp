@@ -102,7 +102,7 @@ Buffer read_buffer(const Place& place, PyObject* object) {
   PyObject* const address = PyTuple_GetItem(object, 0);
   const auto at = static_cast<uintptr_t>(PyLong_AsUnsignedLongLong(address));
   if (PyErr_Occurred()) throw PythonError();
-  return {true, at, item(1), static_cast<int>(item(2)), static_cast<int>(item(3))};
+  return {true, at, item(1), read_int(place, PyTuple_GetItem(object, 2)), read_int(place, PyTuple_GetItem(object, 3))};
 }
 
 int torch_threads() {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
+#include <string>
 #include <vector>
 
 #include "bindings/entry.h"
@@ -26,15 +26,45 @@ class Borrowed {
   OpTensor tensor_;
 };
 
-inline void delete_tensor(Value value) { shim()->delete_tensor(reinterpret_cast<Handle>(value)); }
-inline void delete_string(Value value) { shim()->delete_string(reinterpret_cast<Handle>(value)); }
-inline void delete_list(Value value) { shim()->delete_list(reinterpret_cast<Handle>(value)); }
+// The arguments of an op, which the op owns: they are deleted when this goes out of scope, also after an exception.
+class Arguments {
+ public:
+  // kinds: a letter for each argument, 't' for a tensor, 'l' for a list, 'n' for a number.
+  Arguments(Value* stack, const char* kinds) : stack_(stack), kinds_(kinds) {
+    for (size_t i = 0; kinds[i]; ++i) values_.push_back(stack[i]);
+  }
+  Arguments(const Arguments&) = delete;
+  ~Arguments() {
+    for (size_t i = 0; i < values_.size(); ++i) {
+      auto* const handle = reinterpret_cast<Handle>(values_[i]);
+      if (kinds_[i] == 't') shim()->delete_tensor(handle);
+      if (kinds_[i] == 'l') shim()->delete_list(handle);
+    }
+  }
 
-inline CopyKind kind_of(Value value) {
-  const char* name = nullptr;
-  check(shim()->string_data(reinterpret_cast<Handle>(value), &name));
-  return !std::strcmp(name, "uniform") ? CopyKind::uniform : !std::strcmp(name, "rotated") ? CopyKind::rotated : CopyKind::masked;
-}
+  // Calls another op with the same arguments, which owns them from now on.
+  void pass_to(const char* op) {
+    values_.clear();
+    check(shim()->call(op, "", stack_, kShimVersion));
+  }
+
+  int int_at(size_t i, const char* name) const {
+    const auto value = static_cast<int64_t>(values_[i]);
+    if (value < INT32_MIN || value > INT32_MAX) refuse(name, "an integer of 32 bits", std::to_string(value));
+    return static_cast<int>(value);
+  }
+
+  int64_t size_at(size_t i) const {
+    const auto value = static_cast<int64_t>(values_[i]);
+    check_size(value);
+    return value;
+  }
+
+ private:
+  Value* stack_;
+  const char* kinds_;
+  std::vector<Value> values_;
+};
 
 inline std::vector<int64_t> numbers_of(Value value) {
   auto* const list = reinterpret_cast<Handle>(value);
@@ -50,17 +80,19 @@ inline std::vector<int64_t> numbers_of(Value value) {
 }
 
 // Returns the shape of a copy of a tensor of these sizes: dimension 0 is that of the samples.
-inline CopyShape shape_of(const int64_t* sizes, int64_t dims, int group_size, int bits, CopyKind kind) {
+inline CopyShape shape_of(const int64_t* sizes, int64_t dims, int group_size, int bits, int kind) {
   int64_t features = 1;
-  for (int64_t i = 1; i < dims; ++i) features *= sizes[i];
-  return copy_shape(dims ? sizes[0] : 1, features, group_size, bits, static_cast<int>(kind));
+  for (int64_t i = 1; i < dims; ++i) {
+    check_size(sizes[i]);
+    if (features > 0 && sizes[i] > INT64_MAX / 16 / features) refuse("size", "a number of elements that can be counted", "more");
+    features *= sizes[i];
+  }
+  return copy_shape(dims ? sizes[0] : 1, features, group_size, bits, kind);
 }
 
 inline bool is_narrow(int item) { return item >= 0 && item <= kBfloat16 && item != static_cast<int>(DType::float64); }
 
 inline int32_t dtype_of(int item) { return shim()->of_items[item]; }
-
-inline void in_python(const char* op, Value* stack) { check(shim()->call(op, "", stack, kShimVersion)); }
 
 // The ops of one device type.
 //
@@ -89,102 +121,96 @@ class Ops {
   }
 
  private:
-  // quantize_dense(Tensor x, Tensor seed, int bits, int group_size, str kind, SymInt channels) -> (Tensor, Tensor, Tensor)
+  // quantize_dense(Tensor x, Tensor seed, int bits, int group_size, int kind, SymInt channels) -> (Tensor, Tensor, Tensor)
   static void quantize_dense(Value* stack, uint64_t, uint64_t) {
+    Arguments arguments(stack, "ttnnnn");
     const Borrowed x(stack[0]), seed(stack[1]);
     const Buffer from = x->buffer();
-    if (stack[5] || !is_narrow(from.item) || !x->is_contiguous()) return in_python("fewbit::quantize_dense_in_python", stack);
-    const auto bits = static_cast<int>(stack[2]), group_size = static_cast<int>(stack[3]);
-    const CopyShape shape = shape_of(x->sizes(), x->dims(), group_size, bits, kind_of(stack[4]));
+    if (stack[5] || !is_narrow(from.item) || !x->is_contiguous()) return arguments.pass_to("fewbit::quantize_dense_in_python");
+    const int bits = arguments.int_at(2, "bits"), group_size = arguments.int_at(3, "group_size"), kind = arguments.int_at(4, "kind");
+    const CopyShape shape = shape_of(x->sizes(), x->dims(), group_size, bits, kind);
     OpTensor packed = OpTensor::empty(*x, {shape.words()}, dtype_of(kInt32));
     OpTensor ranges = OpTensor::empty(*x, {shape.rows(), kColumns}, dtype_of(kBfloat16));
     OpTensor channels = OpTensor::empty(*x, {0, kColumns}, dtype_of(kBfloat16));
     device_->quantize_alike(from, shape, {0, false, seed->buffer()}, packed.buffer(), ranges.buffer());
-    delete_tensor(stack[0]);
-    delete_tensor(stack[1]);
-    delete_string(stack[4]);
     stack[0] = packed.release();
     stack[1] = ranges.release();
     stack[2] = channels.release();
   }
 
-  // dequantize_dense(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, ScalarType dtype, str kind,
+  // dequantize_dense(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, ScalarType dtype, int kind,
   //                  Tensor? channels) -> Tensor
   static void dequantize_dense(Value* stack, uint64_t, uint64_t) {
+    Arguments arguments(stack, "ttnnlnn");
     const Borrowed packed(stack[0]), ranges(stack[1]);
     const auto dtype = static_cast<int32_t>(stack[5]);
-    if (stack[7] || !is_narrow(item_of(dtype))) return in_python("fewbit::dequantize_dense_in_python", stack);
+    const bool is_usual = !stack[7] && is_narrow(item_of(dtype)) && packed->is_contiguous() && ranges->is_contiguous();
+    if (!is_usual) return arguments.pass_to("fewbit::dequantize_dense_in_python");
     const std::vector<int64_t> size = numbers_of(stack[4]);
-    const auto bits = static_cast<int>(stack[2]), group_size = static_cast<int>(stack[3]);
-    const CopyShape shape = shape_of(size.data(), static_cast<int64_t>(size.size()), group_size, bits, kind_of(stack[6]));
+    const int bits = arguments.int_at(2, "bits"), group_size = arguments.int_at(3, "group_size"), kind = arguments.int_at(6, "kind");
+    const CopyShape shape = shape_of(size.data(), static_cast<int64_t>(size.size()), group_size, bits, kind);
     OpTensor out = OpTensor::empty(*packed, size, dtype);
     device_->dequantize_alike(packed->buffer(), ranges->buffer(), shape, out.buffer());
-    delete_tensor(stack[0]);
-    delete_tensor(stack[1]);
-    delete_list(stack[4]);
-    delete_string(stack[6]);
     stack[0] = out.release();
   }
 
   // pack(Tensor codes, int bits) -> Tensor
   static void pack(Value* stack, uint64_t, uint64_t) {
+    Arguments arguments(stack, "tn");
     const Borrowed codes(stack[0]);
+    if (!codes->is_contiguous()) return arguments.pass_to("fewbit::pack_in_python");
     const Buffer from = codes->buffer();
-    const auto bits = static_cast<int>(stack[1]);
-    if (!codes->is_contiguous()) return in_python("fewbit::pack_in_python", stack);
+    const int bits = arguments.int_at(1, "bits");
     check_bits(bits);
     OpTensor packed = OpTensor::empty(*codes, {packed_words(from.count, bits)}, dtype_of(kInt32));
     device_->pack(from, bits, packed.buffer());
-    delete_tensor(stack[0]);
     stack[0] = packed.release();
   }
 
   // unpack(Tensor packed, int bits, SymInt n) -> Tensor
   static void unpack(Value* stack, uint64_t, uint64_t) {
+    Arguments arguments(stack, "tnn");
     const Borrowed packed(stack[0]);
-    const auto n = static_cast<int64_t>(stack[2]);
-    check_size(n);
-    OpTensor codes = OpTensor::empty(*packed, {n}, dtype_of(kUint8));
-    device_->unpack(packed->buffer(), static_cast<int>(stack[1]), codes.buffer());
-    delete_tensor(stack[0]);
+    if (!packed->is_contiguous()) return arguments.pass_to("fewbit::unpack_in_python");
+    OpTensor codes = OpTensor::empty(*packed, {arguments.size_at(2)}, dtype_of(kUint8));
+    device_->unpack(packed->buffer(), arguments.int_at(1, "bits"), codes.buffer());
     stack[0] = codes.release();
   }
 
-  // pack_mask(Tensor mask) -> Tensor. The mask is boolean, or a number that is not negative.
+  // pack_mask(Tensor mask) -> Tensor. The mask is boolean, or a floating number that is not negative.
   static void pack_mask(Value* stack, uint64_t, uint64_t) {
+    Arguments arguments(stack, "t");
     const Borrowed mask(stack[0]);
+    const bool is_boolean = mask->dtype() == shim()->boolean;
+    if (!mask->is_contiguous()) return arguments.pass_to("fewbit::pack_mask_in_python");
     const Buffer from = mask->buffer();
-    if (!mask->is_contiguous()) return in_python("fewbit::pack_mask_in_python", stack);
     check_size(from.count);
     OpTensor packed = OpTensor::empty(*mask, {packed_words(from.count, 1)}, dtype_of(kInt32));
-    if (from.item == kUint8) {
+    if (is_boolean) {
       device_->pack(from, 1, packed.buffer());
     } else {
       device_->encode(*step_, from, packed.buffer(), {});
     }
-    delete_tensor(stack[0]);
     stack[0] = packed.release();
   }
 
   // unpack_mask(Tensor packed, SymInt n, *, ScalarType dtype) -> Tensor
   static void unpack_mask(Value* stack, uint64_t, uint64_t) {
+    Arguments arguments(stack, "tnn");
     const Borrowed packed(stack[0]);
-    const auto n = static_cast<int64_t>(stack[1]);
     const auto dtype = static_cast<int32_t>(stack[2]);
     const bool is_boolean = dtype == shim()->boolean;
     const Buffer codes = packed->buffer();
     // The number 1, by which the levels are multiplied, is in the host's memory.
     const bool is_float = codes.device < 0 && dtype == dtype_of(static_cast<int>(DType::float32));
-    if (!is_boolean && !is_float) return in_python("fewbit::unpack_mask_in_python", stack);
-    check_size(n);
-    OpTensor mask = OpTensor::empty(*packed, {n}, dtype);
+    if (!(is_boolean || is_float) || !packed->is_contiguous()) return arguments.pass_to("fewbit::unpack_mask_in_python");
+    OpTensor mask = OpTensor::empty(*packed, {arguments.size_at(1)}, dtype);
     if (is_boolean) {
       device_->unpack(codes, 1, mask.buffer());
     } else {
       const float one = 1;
       device_->decode_mul(*step_, {true, reinterpret_cast<uintptr_t>(&one), 1, 0, -1}, codes, mask.buffer());
     }
-    delete_tensor(stack[0]);
     stack[0] = mask.release();
   }
 

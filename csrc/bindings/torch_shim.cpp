@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <iterator>
+#include <new>
 
 #include "bindings/entry.h"
 
@@ -31,6 +32,7 @@ int item_of(int32_t dtype) {
 const Shim* shim() { return is_loaded ? &found : nullptr; }
 
 bool load_shim(const std::string& path) {
+  if (is_loaded) return true;
   void* const library = dlopen(path.c_str(), RTLD_NOLOAD | RTLD_LAZY);
   if (!library) return false;
   Shim& f = found;
@@ -42,7 +44,6 @@ bool load_shim(const std::string& path) {
              find(library, "aoti_torch_empty_strided", f.empty_strided) &&
              find(library, "aoti_torch_delete_tensor_object", f.delete_tensor) && find(library, "torch_list_size", f.list_size) &&
              find(library, "torch_list_get_item", f.list_item) && find(library, "torch_delete_list", f.delete_list) &&
-             find(library, "torch_string_c_str", f.string_data) && find(library, "torch_delete_string", f.delete_string) &&
              find(library, "torch_call_dispatcher", f.call) && find(library, "aoti_torch_library_init_impl", f.library) &&
              find(library, "torch_library_impl", f.implement);
   const auto find_number = [&](const std::string& name, int32_t& number) {
@@ -66,7 +67,7 @@ OpTensor OpTensor::empty(const OpTensor& like, const std::vector<int64_t>& sizes
   check(shim()->get_device_index(like.handle_, &index));
   Handle made = nullptr;
   const auto dims = static_cast<int64_t>(sizes.size());
-  check(shim()->empty_strided(dims, sizes.data(), strides.data(), dtype, type, index, &made));
+  if (shim()->empty_strided(dims, sizes.data(), strides.data(), dtype, type, index, &made)) throw std::bad_alloc();
   return OpTensor(made);
 }
 
@@ -74,10 +75,10 @@ Buffer OpTensor::buffer() const {
   const Shim& torch = *shim();
   Buffer buffer;
   void* address = nullptr;
-  int32_t dtype = 0, type = 0, index = 0;
+  int32_t type = 0, index = 0;
   check(torch.get_data_ptr(handle_, &address));
   check(torch.get_numel(handle_, &buffer.count));
-  check(torch.get_dtype(handle_, &dtype));
+  const int32_t dtype = this->dtype();
   check(torch.get_device_type(handle_, &type));
   check(torch.get_device_index(handle_, &index));
   buffer.exists = true;
@@ -90,6 +91,12 @@ Buffer OpTensor::buffer() const {
 bool OpTensor::is_contiguous() const {
   bool result = false;
   check(shim()->is_contiguous(handle_, &result));
+  return result;
+}
+
+int32_t OpTensor::dtype() const {
+  int32_t result = 0;
+  check(shim()->get_dtype(handle_, &result));
   return result;
 }
 

@@ -35,8 +35,6 @@ struct Shim {
   int (*list_size)(Handle list, size_t* result);
   int (*list_item)(Handle list, size_t index, Value* result);
   int (*delete_list)(Handle list);
-  int (*string_data)(Handle string, const char** result);
-  int (*delete_string)(Handle string);
   int (*call)(const char* op, const char* overload, Value* stack, uint64_t version);
   int (*library)(const char* name_space, const char* key, const char* file, uint32_t line, Handle* result);
   int (*implement)(Handle library, const char* op, Boxed function, uint64_t version);
@@ -70,13 +68,16 @@ class OpTensor {
     if (handle_) shim()->delete_tensor(handle_);
   }
 
-  // Returns a new contiguous tensor on the device of `like`. dtype: torch's number.
+  // Returns a new contiguous tensor on the device of `like`. dtype: torch's number. Throws std::bad_alloc without memory.
   static OpTensor empty(const OpTensor& like, const std::vector<int64_t>& sizes, int32_t dtype);
 
   // The memory, as entries get it. A bool counts as a uint8; the number of a dtype that entries do not know is -1.
   Buffer buffer() const;
 
   bool is_contiguous() const;
+
+  // torch's number of the dtype.
+  int32_t dtype() const;
 
   // The sizes, of which there are `dims()`.
   const int64_t* sizes() const;

@@ -17,7 +17,7 @@ from fewbit.compiler.graphs import insert, origin
 from fewbit.compiler.joint_graph import JointGraph, Root
 from fewbit.compiler.seeds import draw_seeds_op
 from fewbit.compiler.sizes import hints
-from fewbit.config import MASKED, ROTATED, UNIFORM, usual_kind
+from fewbit.config import KIND_NUMBERS, MASKED, ROTATED, UNIFORM, usual_kind
 from fewbit.convert.settings import ResolvedSettings
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.channels import LEAST_ROWS, usual_features
@@ -192,13 +192,14 @@ class Rewriter:
         shape = [value.shape[dim] for dim in order]
         size = self._sizes(shape)
         channels = _channels(root, order) if kind == ROTATED else 0
-        arguments = source, self._seeds[node], bits, settings.group_size, kind, channels
+        number = KIND_NUMBERS[kind]
+        arguments = source, self._seeds[node], bits, settings.group_size, number, channels
         result = self._call(quantize_dense_op, arguments)
         saved = [self._call(operator.getitem, (result, i)) for i in range(3 if channels else 2)]
 
         def restore():
             packed, ranges, *numbers = saved
-            how = bits, settings.group_size, size, value.dtype, kind, *numbers
+            how = bits, settings.group_size, size, value.dtype, number, *numbers
             back = self._call(
                 dequantize_dense_op,
                 (packed, ranges, *how),

@@ -21,7 +21,8 @@ class _Counter:
     """The counter of one device, and the seed of torch's generator when it started."""
 
     def __init__(self, device: torch.device):
-        self.value = torch.zeros(1, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # or later draws could not change it
+            self.value = torch.zeros(1, dtype=torch.int64, device=device)
         self.start = None
 
     def draw(self, count: int) -> torch.Tensor:

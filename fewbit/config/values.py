@@ -22,6 +22,8 @@ BLOCK = 32
 UNIFORM, ROTATED, MASKED = "uniform", "rotated", "masked"
 KINDS = (ROTATED, UNIFORM, MASKED)
 """The kinds of quantized copies that layers save."""
+KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2}
+"""The numbers of the kinds in calls of kernels and of the ops of compiled graphs."""
 QUANTIZERS = (ROTATED, UNIFORM)
 """The kinds of copies that a user can choose (docs/concepts/quantizer.md). The first one is the default of layers."""
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 from samples import DTYPES, name_of, normal
 
+from fewbit.runtime import backends
 from fewbit.runtime.ops import dense_ops, quantizer_ops
 
 NAMES = "quantize_dense", "dequantize_dense", "pack", "unpack", "pack_mask", "unpack_mask"
 SHAPES = [(1,), (33,), (0, 8), (4, 80), (70, 5), (3, 4, 65), (2, 16, 8, 8), (9, 1030)]
-COPIES = [("uniform", 1, 64), ("uniform", 8, 2048), ("rotated", 2, 256), ("rotated", 5, 32), ("masked", 3, 256)]  # fmt: skip
+COPIES = [(0, 1, 64), (0, 8, 2048), (1, 2, 256), (1, 5, 32), (2, 3, 256)]  # fmt: skip
 
 
 def both(name, *arguments, **keywords):
@@ -41,9 +42,9 @@ def test_copies(device, shape):
 
 def test_copies_with_channels_and_of_views(device):
     x = normal((64, 48), device=device)
-    check_copies(x, 2, 256, "rotated", channels=48)
-    check_copies(x.t(), 2, 256, "rotated")
-    check_copies(x[:, 1:], 2, 256, "uniform")
+    check_copies(x, 2, 256, 1, channels=48)
+    check_copies(x.t(), 2, 256, 1)
+    check_copies(x[:, 1:], 2, 256, 0)
 
 
 @pytest.mark.parametrize("bits", [1, 3, 8])
@@ -70,8 +71,10 @@ def test_masks(device, dtype):
 
 def test_the_kernels_are_called_without_python(monkeypatch):
     """Where compiled kernels exist, usual arguments do not reach the implementations in Python."""
-    if not dense_ops.runs_in_cpp:
+    kernels = backends.of(torch.empty(0))
+    if kernels.name == "reference":
         pytest.skip("no compiled kernels")
+    assert kernels.register_ops()
 
     def refuse(*_, **__):
         raise AssertionError("the implementation in Python was called")
@@ -79,19 +82,19 @@ def test_the_kernels_are_called_without_python(monkeypatch):
     monkeypatch.setattr(quantizer_ops, "quantize", refuse)
     monkeypatch.setattr(quantizer_ops, "dequantize", refuse)
     x, seed = normal((4, 80)), torch.zeros(1, dtype=torch.int64)
-    packed, ranges, _ = dense_ops.quantize_dense_op(x, seed, 2, 256, "rotated", 0)
-    dense_ops.dequantize_dense_op(packed, ranges, 2, 256, [4, 80], torch.float32, "rotated")
+    packed, ranges, _ = dense_ops.quantize_dense_op(x, seed, 2, 256, 1, 0)
+    dense_ops.dequantize_dense_op(packed, ranges, 2, 256, [4, 80], torch.float32, 1)
     with pytest.raises(RuntimeError):
-        dense_ops.quantize_dense_op(x.double(), seed, 2, 256, "rotated", 0)
+        dense_ops.quantize_dense_op(x.double(), seed, 2, 256, 1, 0)
 
 
 def wrong_cases():
     x, seed = normal((4, 80)), torch.zeros(1, dtype=torch.int64)
-    packed, ranges, _ = dense_ops.quantize_dense_op(x, seed, 3, 256, "uniform", 0)
-    place = [4, 80], torch.float32, "uniform"
-    yield "quantize_dense", (x, seed[:0], 3, 256, "uniform", 0), "seed: expected 1 int64"
-    yield "quantize_dense", (x, seed, 9, 256, "uniform", 0), "expected 1 to 8"
-    yield "quantize_dense", (x, seed, 3, 31, "uniform", 0), "group_size: expected"
+    packed, ranges, _ = dense_ops.quantize_dense_op(x, seed, 3, 256, 0, 0)
+    place = [4, 80], torch.float32, 0
+    yield "quantize_dense", (x, seed[:0], 3, 256, 0, 0), "seed: expected 1 int64"
+    yield "quantize_dense", (x, seed, 9, 256, 0, 0), "expected 1 to 8"
+    yield "quantize_dense", (x, seed, 3, 31, 0, 0), "group_size: expected"
     yield "dequantize_dense", (packed[:-1], ranges, 3, 256, *place), "packed: expected 30 int32"
     yield "dequantize_dense", (packed, ranges[:-1], 3, 256, *place), "ranges: expected 8 bfloat16"
     yield (
@@ -107,16 +110,31 @@ def wrong_cases():
 
 @pytest.mark.parametrize(("name", "arguments", "message"), list(wrong_cases()))
 def test_wrong_arguments(name, arguments, message):
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    uses = [x._use_count() for x in tensors]
     for form in (name, f"{name}_in_python"):
         with pytest.raises((ValueError, RuntimeError), match=message):
             getattr(torch.ops.fewbit, form)(*arguments)
+    assert [x._use_count() for x in tensors] == uses  # an error keeps no argument alive
+
+
+def test_views_of_copies(device):
+    """Packed codes and ranges that are not contiguous give the same values."""
+    x, seed = normal((4, 80), device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    packed, ranges, _ = dense_ops.quantize_dense_op(x, seed, 3, 256, 1, 0)
+    how = 3, 256, [4, 80], torch.float32, 1
+    expected = dense_ops.dequantize_dense_op(packed, ranges, *how)
+    spread = torch.stack([packed, packed], 1)[:, 0]
+    assert torch.equal(dense_ops.unpack_op(spread, 3, 320), dense_ops.unpack_op(packed, 3, 320))
+    columns = ranges.t().contiguous().t()
+    assert torch.equal(dense_ops.dequantize_dense_op(spread, columns, *how), expected)
 
 
 def test_opcheck(device):
     x, seed = normal((4, 80), device=device), torch.zeros(1, dtype=torch.int64, device=device)
     checks = "test_schema", "test_faketensor"
-    arguments = x, seed, 2, 256, "rotated", 0
+    arguments = x, seed, 2, 256, 1, 0
     torch.library.opcheck(dense_ops.quantize_dense_op, arguments, test_utils=checks)
     packed, ranges, _ = dense_ops.quantize_dense_op(*arguments)
-    arguments = packed, ranges, 2, 256, [4, 80], torch.float32, "rotated"
+    arguments = packed, ranges, 2, 256, [4, 80], torch.float32, 1
     torch.library.opcheck(dense_ops.dequantize_dense_op, arguments, test_utils=checks)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
+from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration
 
 import fewbit
 from fewbit.errors import InputError
@@ -526,3 +527,18 @@ def test_named_layers_of_transformers():
     fewbit.uncheckpoint_(model)
     assert torch.equal(run(), exact)
     assert fewbit.saved_bytes(model, ids).total == before
+
+
+@pytest.mark.parametrize("name", ["t5", "llama"])
+def test_undone_models_of_transformers_run_as_before(name):
+    """T5's modules read in each forward pass an attribute that their __init__ has set."""
+    classes = {"t5": T5ForConditionalGeneration, "llama": LlamaForCausalLM}
+    torch.manual_seed(0)
+    model = classes[name](getattr(tiny_models, name)()).train()
+    ids = torch.arange(8)[None] % 16
+    run = partial(model, input_ids=ids, labels=ids)
+    before = run().loss.detach()
+    fewbit.checkpoint_(model)
+    fewbit.uncheckpoint_(model)
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert torch.equal(run().loss, before)

@@ -54,19 +54,6 @@ def of(tensor: torch.Tensor):
     return backend
 
 
-def register_ops(step) -> bool:
-    """Make torch call the compiled kernels of `runtime/ops/dense_ops.py` without Python. Return whether they are there.
-
-    Args:
-        step: the `Encoding` whose code of a number x is 1 if x > 0, else 0.
-    """
-    try:
-        from fewbit.runtime.backends import native
-    except ImportError:
-        return False
-    return native.register_ops(step)
-
-
 def _choose(device: torch.device):
     if device.type not in ("cpu", "cuda"):
         return reference
@@ -75,9 +62,14 @@ def _choose(device: torch.device):
     except ImportError as error:
         return _fall_back(device, f"its compiled kernels cannot be imported ({error})")
     if device.type == "cpu":
-        return native.cpu()
-    reason = native.cuda_unusable(device)
-    return _fall_back(device, reason) if reason else native.cuda()
+        chosen = native.cpu()
+    else:
+        reason = native.cuda_unusable(device)
+        if reason:
+            return _fall_back(device, reason)
+        chosen = native.cuda()
+    chosen.register_ops()
+    return chosen
 
 
 def _fall_back(device: torch.device, reason: str):

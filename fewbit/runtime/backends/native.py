@@ -12,6 +12,7 @@ import torch
 from fewbit import _kernels
 from fewbit.config import (
     GROUP_SIZE,
+    KIND_NUMBERS,
     MASKED,
     MAX_BITS,
     MIN_BITS,
@@ -24,7 +25,7 @@ from fewbit.runtime.backends import reference
 from fewbit.runtime.backends.results import QuantizedForward
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.bit_sharing import gains_of
-from fewbit.runtime.format.encoding import Encoding, packed_words
+from fewbit.runtime.format.encoding import Encoding, mask_text, packed_words
 from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
 
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
@@ -35,11 +36,9 @@ _kernels.use_torch(
     ctypes.cast(_torch_get_num_threads, ctypes.c_void_p).value,
 )
 _kernels.use_openmp_of(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2}
-"""The numbers of the kinds of copies in calls of kernels."""
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
-_kept = []
-"""The tables of registered ops, which must live as long as torch."""
+_registered = {}
+"""{class of kernels: (the table of its ops, which must live as long as torch, and True)}"""
 _NO_VECTORS = None, None, 1
 _UNUSED_BITS = 1
 """The argument `bits` of a `CopyShape` if each sample has its own bits. Kernels only check that the number is valid."""
@@ -74,6 +73,17 @@ class Kernels:
         self._widths_arguments = widths_arguments
         self._no_widths = widths_arguments(None)
         self.name = name
+
+    def register_ops(self) -> bool:
+        """Let torch's dispatcher call the kernels of `runtime/ops/dense_ops.py` without Python; return whether it does.
+
+        The kernels of a device type are registered once in a process.
+        """
+        kind = type(self._kernels)
+        if kind not in _registered and _kernels.load_shim(torch._C.__file__):
+            table = _table(Encoding.parse(mask_text(1.0)))
+            _registered[kind] = table, self._kernels.register_ops(table)
+        return kind in _registered
 
     def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
         """Pack codes as bit-planes, see `reference.pack`."""
@@ -425,16 +435,6 @@ def cpu(isa: str | None = None) -> Kernels:
     """
     isa = isa or _asked_isa() or _kernels.cpu_isas()[0]
     return Kernels(_kernels.Cpu(isa), _widths, isa)
-
-
-def register_ops(step: Encoding) -> bool:
-    """Let torch's dispatcher call the kernels of `runtime/ops/dense_ops.py`, see `backends.register_ops`."""
-    if not _kernels.load_shim(torch._C.__file__):
-        return False
-    table = _table(step)
-    _kept.append(table)
-    kernels = _kernels.Cpu(_asked_isa() or _kernels.cpu_isas()[0]), _kernels.cuda
-    return all([each.register_ops(table) for each in kernels if each is not None])
 
 
 def _asked_isa() -> str | None:

@@ -5,8 +5,9 @@
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
     pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
 
-A mask has the dtype bool, or is 0 and 1 in a floating dtype. `quantizer_ops` describes the other arguments. These functions
-compute what the C++ code does not: they run for float64, with numbers of channels, without compiled kernels, and on other devices.
+A mask has the dtype bool, or is 0 and 1 in a floating dtype. `kind` is one of `KIND_NUMBERS`. `quantizer_ops` describes the other
+arguments. These functions compute what the C++ code does not: they run for float64, with numbers of channels, without compiled
+kernels, and on other devices. The first use of a device's kernels registers the C++ code (`runtime/backends`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch.library import register_fake
 
+from fewbit.config import KIND_NUMBERS
 from fewbit.runtime import backends
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.channels import Normalization
@@ -22,6 +24,7 @@ from fewbit.runtime.ops import activation_ops, quantizer_ops
 from fewbit.runtime.ops.library import define
 
 _STEP = Encoding.parse(mask_text(1.0))
+_KINDS = {number: kind for kind, number in KIND_NUMBERS.items()}
 
 
 def _define(schema, implementation):
@@ -37,12 +40,13 @@ def _quantize(x, seed, bits, group_size, kind, channels):
     if channels:
         numbers = quantizer_ops.channel_statistics(x, channels)
         normalize = Normalization(channels=numbers)
-    return *quantizer_ops.quantize(x, seed, bits, group_size, normalize, kind=kind), numbers
+    return *quantizer_ops.quantize(x, seed, bits, group_size, normalize, kind=_KINDS[kind]), numbers
 
 
 def _dequantize(packed, ranges, bits, group_size, size, dtype, kind, channels=None):
     place = bits, group_size, size, layout.contiguous_stride(size), dtype
-    return quantizer_ops.dequantize(packed, ranges, *place, kind=kind, channels=channels)
+    packed, ranges = packed.contiguous(), ranges.contiguous()
+    return quantizer_ops.dequantize(packed, ranges, *place, kind=_KINDS[kind], channels=channels)
 
 
 def _pack_mask(mask):
@@ -54,19 +58,19 @@ def _pack_mask(mask):
 
 def _unpack_mask(packed, n, dtype):
     if dtype is torch.bool:
-        return backends.of(packed).unpack(packed, 1, n).view(torch.bool)
+        return unpack_op(packed, 1, n).view(torch.bool)
     one = torch.ones((), dtype=dtype, device=packed.device)
-    return activation_ops.decode_mul(one.expand(n), packed, _STEP, (1,))
+    return activation_ops.decode_mul(one.expand(n), packed.contiguous(), _STEP, (1,))
 
 
 quantize_dense_op = _define(
-    "quantize_dense(Tensor x, Tensor seed, int bits, int group_size, str kind, SymInt channels) "
+    "quantize_dense(Tensor x, Tensor seed, int bits, int group_size, int kind, SymInt channels) "
     "-> (Tensor, Tensor, Tensor)",
     _quantize,
 )
 dequantize_dense_op = _define(
     "dequantize_dense(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, ScalarType dtype, "
-    "str kind, Tensor? channels=None) -> Tensor",
+    "int kind, Tensor? channels=None) -> Tensor",
     _dequantize,
 )
 pack_op = _define(
@@ -75,7 +79,7 @@ pack_op = _define(
 )
 unpack_op = _define(
     "unpack(Tensor packed, int bits, SymInt n) -> Tensor",
-    lambda packed, bits, n: backends.of(packed).unpack(packed, bits, n),
+    lambda packed, bits, n: backends.of(packed).unpack(packed.contiguous(), bits, n),
 )
 pack_mask_op = _define("pack_mask(Tensor mask) -> Tensor", _pack_mask)
 unpack_mask_op = _define(
@@ -87,7 +91,7 @@ unpack_mask_op = _define(
 def _(x, seed, bits, group_size, kind, channels):
     samples, features = groups.samples_of(x.shape)
     packed = x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
-    rows = groups.group_count(samples, features, group_size) + groups.seed_rows(kind)
+    rows = groups.group_count(samples, features, group_size) + groups.seed_rows(_KINDS[kind])
     ranges, numbers = (x.new_empty((n, 2), dtype=torch.bfloat16) for n in (rows, channels))
     return packed, ranges, numbers
 
@@ -115,7 +119,3 @@ def _(mask):
 @register_fake("fewbit::unpack_mask")
 def _(packed, n, *, dtype):
     return packed.new_empty(n, dtype=dtype)
-
-
-runs_in_cpp = backends.register_ops(_STEP)
-"""Whether torch calls the kernels of these ops without Python."""

@@ -48,7 +48,7 @@ tiers: $(VENV)/installed-all-tests
 # these and the default torch. The environments take gigabytes, and .ci/run leaves them out.
 VERSIONS ?= 2.11.0 2.14.1
 versions: $(VERSIONS:%=build/torch-%/installed) $(VENV)/installed-tests
-	@failed=; export OMP_NUM_THREADS=1 PYTHONPATH=.; \
+	@failed=; export OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)"; \
 	for python in $(VERSIONS:%=build/torch-%/bin/python); do \
 		$$python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal tests || failed="$$failed $$python"; \
 	done; \

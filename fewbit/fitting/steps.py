@@ -105,7 +105,9 @@ class RealSteps:
         try:
             with unchanged(dict(self.model.named_modules()), tensors_of(self.sample)), measuring():
                 with watched(self.blocks, mark), explained(self.sample):
-                    with profile(activities=activities, profile_memory=True) as profiler:
+                    with profile(
+                        activities=activities, profile_memory=True, acc_events=True
+                    ) as profiler:
                         with self.measured.forward(self.sample, 0) as value:
                             mark(LOSS)
                             value.backward()

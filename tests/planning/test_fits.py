@@ -79,7 +79,9 @@ def measured_peak(model, batch, loss, make=torch.optim.AdamW):
     states = [value for state in optimizer.state.values() for value in state.values()]
     tensors = tree_leaves(batch)
     before = nbytes([*model.parameters(), *model.buffers(), *tensors, *states])
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         step()
     now = most = 0
     for event in profiler.profiler.kineto_results.events():

@@ -193,7 +193,7 @@ def test_the_default_arms_are_few_and_all_are_those_of_the_stored_runs():
     settings = replace(SMALL, steps=1)
     few = run_demo(settings=settings)
     every = run_demo(settings=settings, **experiment.EVERY_ARM)
-    assert [arm.name for arm in few.arms] == ["exact", "3 bits", "all 2 bits"]
+    assert [arm.name for arm in few.arms] == ["exact", "3 bits", "all 4 bits"]
     assert [arm.name for arm in every.arms] == [arm["name"] for arm in stored_arms]
 
 

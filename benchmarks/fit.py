@@ -22,7 +22,6 @@ import harness
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from fewbit.analysis.gradients import Measured, tensors_of
 from fewbit.analysis.meter import identity_of
@@ -35,7 +34,7 @@ from fewbit.planning.training_step import loss_of_output
 NAME = "fit"
 SHARES = (0.75, 0.5, 0.25, 0.08)
 """The targets: so much of the way from the least peak to the exact one."""
-ERROR, ROUNDS, MEMORY = 0.1, 3, "[memory]"
+ERROR, ROUNDS = 0.1, 3
 SHOWN = "transformer", "llama-lora", "resnet-50"
 """The models of the picture."""
 
@@ -147,14 +146,7 @@ def measured_peak(model, batch, loss) -> int:
     step()
     existing = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
     before = sum(dict(map(identity_of, existing)).values())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    now = most = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == MEMORY:
-            now += event.nbytes()
-            most = max(most, now)
-    return before + most
+    return before + harness.most_bytes(step)
 
 
 def compared(name: str) -> dict:

@@ -14,15 +14,12 @@ import warnings
 import harness
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import fewbit
 from fewbit.models.workload import classification_loss, workload
 
 MODELS = ("ResNet-18", "GPT-2", "Llama", "ViT", "UNet", "MLP")
 SETTINGS = ("exact", "4 bits", "2 bits")
-MEMORY = "[memory]"
-"""The name of the profiler's events for allocations and releases."""
 
 
 def resnet():
@@ -118,14 +115,7 @@ def measured_peak(model, batch, loss) -> int:
     states = [value for state in optimizer.state.values() for value in state.values()]
     existing = [*model.parameters(), *model.buffers(), *batch_tensors, *states]
     before = sum(tensor.nbytes for tensor in existing)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    now = most = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == MEMORY:
-            now += event.nbytes()
-            most = max(most, now)
-    return before + most
+    return before + harness.most_bytes(step)
 
 
 def compared(name, setting):

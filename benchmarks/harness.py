@@ -88,6 +88,21 @@ def copy_bandwidth(n, device, repeats):
     return 2 * 4 * n / statistics.median(times)
 
 
+def most_bytes(run) -> int:
+    """Return by how many bytes the CPU's memory has grown at most while run() runs, from the profiler's list of allocations."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+        run()
+    now = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
 def spread(times):
     """Format sorted times as `median (min .. max)`, in s or ms."""
     return f"{show(statistics.median(times))} ({show(times[0])} .. {show(times[-1])})"

@@ -95,7 +95,7 @@ void share_bits(const float* gains, const float* squares, int64_t samples, int64
       bits.push_back({gain, level * samples + n});
     }
   }
-  // Of equal gains, those of lower levels come first, so that every sample gets its second bit before any gets a third.
+  // Equal gains are ordered by level, so that every sample gets its second bit before any gets a third.
   const auto is_better = [](const Bit& a, const Bit& b) { return a.gain != b.gain ? a.gain > b.gain : a.index < b.index; };
   if (extra > 0 && extra < static_cast<int64_t>(bits.size())) std::nth_element(bits.begin(), bits.begin() + extra - 1, bits.end(), is_better);
   std::fill(widths, widths + samples, uint8_t{1});

@@ -246,6 +246,14 @@ def hint_of_forward(model: nn.Module) -> str:
     return ""
 
 
+def check_optimizer(optimizer) -> None:
+    """Raise InputError unless `optimizer` is an optimizer, or may make one."""
+    if not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"optimizer: expected a class, a function or an optimizer, got {shorten(optimizer)}"
+        )
+
+
 def check_loss(loss) -> None:
     """Raise InputError if `loss` cannot be called as loss(model, batch)."""
     if not callable(loss):

@@ -235,7 +235,7 @@ class Demo(Result):
         if distance is None:
             return "unknown"
         is_within = abs(distance) <= 1
-        # As many decimals as show on which side of 1 the number is.
+        # More decimals are shown until they tell on which side of 1 the number is.
         texts = (f"{distance:+.{decimals}f}" for decimals in range(1, 18))
         text = next(text for text in texts if (abs(float(text)) <= 1) == is_within)
         return f"{'yes' if is_within else 'no'} ({text})"

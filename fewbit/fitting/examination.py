@@ -70,7 +70,7 @@ class Measurement:
 
 @dataclass
 class Examination:
-    """What is known of a model and a batch.
+    """The measurements of a model and a batch.
 
     Attributes:
         paths: the paths of the blocks in the order in which the forward pass calls them.

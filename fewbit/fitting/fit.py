@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fewbit.analysis.gradients import check_loss, check_model, size_of, tensors_of
+from fewbit.analysis.gradients import check_loss, check_model, check_optimizer, size_of, tensors_of
 from fewbit.analysis.unchanged import unchanged
 from fewbit.checkpointing import CHECKPOINTING, uncheckpoint_
 from fewbit.config import check_verbose
@@ -92,10 +92,7 @@ def fit_(
     check_model(model)
     if loss is not None:
         check_loss(loss)
-    if not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(
-            f"optimizer: expected a class, a function or an optimizer, got {shorten(optimizer)}"
-        )
+    check_optimizer(optimizer)
     is_number = isinstance(error, int | float) and not isinstance(error, bool)
     if not is_number or not error >= 0:
         raise InputError(f"error: expected a number of at least 0, got {shorten(error)}")
@@ -228,7 +225,7 @@ class Search:
             predicted, chosen.peak = chosen.peak, known[key]
             if chosen.peak <= memory:
                 return chosen
-            # What the parts do not explain counts as if it were always there.
+            # Bytes that the parts do not explain count as if they were always there.
             limit = min(limit, predicted) - max(chosen.peak - memory, memory / 2048)
         return None
 

@@ -59,7 +59,7 @@ class FitBlocks:
 
 @dataclass(repr=False)
 class FastestFit(Document):
-    """What each block of a model saves, as `fewbit.fit_` has chosen it.
+    """The choice of `fewbit.fit_`: it says what each block of a model saves.
 
     Attributes:
         model: The class name of the model.

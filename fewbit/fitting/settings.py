@@ -1,4 +1,4 @@
-"""What each block of a model saves for the backward pass, as `fewbit.fit_` chooses it, and how this is applied."""
+"""The settings of `fewbit.fit_`: they say what each block saves for the backward pass, and are applied to a model."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fewbit.analysis.gradients import check_loss, check_model, explained, size_of
+from fewbit.analysis.gradients import check_loss, check_model, check_optimizer, explained, size_of
 from fewbit.analysis.progress import StepsProgress
 from fewbit.analysis.unchanged import unchanged
 from fewbit.checkpointing import supports_checkpoints
@@ -81,10 +81,7 @@ def fits(
     check_model(model)
     if loss is not None:
         check_loss(loss)
-    if not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(
-            f"optimizer: expected a class, a function or an optimizer, got {shorten(optimizer)}"
-        )
+    check_optimizer(optimizer)
     capacity = capacity_of(device)
     on_gpu = _is_gpu(device, model)
     arms = [_Arm(setting) for setting in _given(settings, model)]

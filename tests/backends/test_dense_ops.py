@@ -70,7 +70,7 @@ def test_masks(device, dtype):
 
 
 def test_the_kernels_are_called_without_python(monkeypatch):
-    """Where compiled kernels exist, usual arguments do not reach the implementations in Python."""
+    """Usual arguments do not reach the implementations in Python if compiled kernels exist."""
     kernels = backends.of(torch.empty(0))
     if kernels.name == "reference":
         pytest.skip("no compiled kernels")

@@ -5,9 +5,9 @@ import copy
 import pytest
 import tiny_models
 import torch
+from measured import measured_peak, most_bytes
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
@@ -55,29 +55,6 @@ def fit(model, batch, memory, **options):
     return fewbit.fit_(
         model, batch, memory, **{"loss": loss, "verbose": False, "progress": False, **options}
     )
-
-
-def measured_peak(model, batch, loss):
-    """The most bytes at one moment of the second step with AdamW, from the profiler's list of allocations and releases."""
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step():
-        loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = [*model.parameters(), *model.buffers(), *states, batch]
-    before = sum(tensor.nbytes for tensor in tensors)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    now = most = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return before + most
 
 
 def gradient(model, batch, seed):
@@ -263,13 +240,7 @@ def test_accumulated_gradients_count():
     states = [state["momentum_buffer"] for state in optimizer.state.values()]
     gradients = [parameter.grad for parameter in model.parameters()]
     before = sum(x.nbytes for x in [*model.parameters(), *states, *gradients, batch])
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        loss(model, batch).backward()
-    now = most = before
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
+    most = before + most_bytes(lambda: loss(model, batch).backward())
     assert most <= memory
     assert most == pytest.approx(found.peak, rel=0.01)
 

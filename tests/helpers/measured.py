@@ -1,8 +1,10 @@
-"""A small model whose gradients are measured, and a loss with a different gradient for each output."""
+"""A small model whose gradients are measured, a loss with a different gradient for each output, and the memory of a step."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
 
 class Images(nn.Module):
@@ -31,3 +33,32 @@ def gradient(model, batch, loss=squared):
     """Return the gradients of all parameters in one float64 vector."""
     found = torch.autograd.grad(loss(model, batch), list(model.parameters()))
     return torch.cat([tensor.double().flatten() for tensor in found])
+
+
+def most_bytes(run) -> int:
+    """Return by how many bytes the CPU's memory has grown at most while run() runs, from the profiler's list of allocations."""
+    activities = [ProfilerActivity.CPU]
+    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+        run()
+    now = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def measured_peak(model, batch, loss, make=torch.optim.AdamW):
+    """Return the most bytes that exist at one moment of the second step."""
+    optimizer = make(model.parameters())
+
+    def step():
+        loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = tree_leaves(batch)
+    before = sum(x.nbytes for x in [*model.parameters(), *model.buffers(), *tensors, *states])
+    return before + most_bytes(step)

@@ -8,11 +8,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 from composed import Composed
+from measured import measured_peak
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import fewbit
@@ -64,31 +63,6 @@ def gpt2():
 def tokens(batch=4, length=32):
     words = torch.randint(100, (batch, length))
     return {"input_ids": words, "labels": words.clone()}
-
-
-def measured_peak(model, batch, loss, make=torch.optim.AdamW):
-    """The most bytes at one moment of the second step, from the profiler's list of allocations and releases."""
-    optimizer = make(model.parameters())
-
-    def step():
-        loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    tensors = tree_leaves(batch)
-    before = nbytes([*model.parameters(), *model.buffers(), *tensors, *states])
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profiler:
-        step()
-    now = most = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return before + most
 
 
 def scale(n):

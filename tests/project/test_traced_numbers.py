@@ -74,7 +74,7 @@ def unit(text):
 
 
 def is_rounded(text, values, shift=0):
-    """Whether the number, plus `shift` units of its last digit, is one of the values, rounded."""
+    """Return whether the number, plus `shift` units of its last digit, is one of the values, rounded."""
     number = float(text.replace(",", "")) + shift * unit(text)
     return any(abs(value - number) <= 0.5001 * unit(text) for value in values)
 

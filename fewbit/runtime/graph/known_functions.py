@@ -13,7 +13,7 @@ from fewbit.config import name_of_class
 
 
 class _Known(NamedTuple):
-    """What one version of an autograd Function saves.
+    """The tensors that one version of an autograd Function saves.
 
     Args:
         count: the number of saved tensors, with those that are None. Another number is that of a version that is not known.

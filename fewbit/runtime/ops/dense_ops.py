@@ -17,8 +17,7 @@ from torch.library import register_fake
 
 from fewbit.config import KIND_NUMBERS
 from fewbit.runtime import backends
-from fewbit.runtime.format import groups, layout
-from fewbit.runtime.format.channels import Normalization
+from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding, mask_text, packed_words
 from fewbit.runtime.ops import activation_ops, quantizer_ops
 from fewbit.runtime.ops.library import define
@@ -35,12 +34,8 @@ def _define(schema, implementation):
 
 
 def _quantize(x, seed, bits, group_size, kind, channels):
-    x = x.detach().contiguous()
-    numbers, normalize = x.new_empty((0, 2), dtype=torch.bfloat16), None
-    if channels:
-        numbers = quantizer_ops.channel_statistics(x, channels)
-        normalize = Normalization(channels=numbers)
-    return *quantizer_ops.quantize(x, seed, bits, group_size, normalize, kind=_KINDS[kind]), numbers
+    how = bits, group_size, _KINDS[kind], channels
+    return quantizer_ops.quantize_with_channels(x.detach().contiguous(), seed, *how)
 
 
 def _dequantize(packed, ranges, bits, group_size, size, dtype, kind, channels=None):
@@ -89,11 +84,7 @@ unpack_mask_op = _define(
 
 @register_fake("fewbit::quantize_dense")
 def _(x, seed, bits, group_size, kind, channels):
-    samples, features = groups.samples_of(x.shape)
-    packed = x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
-    rows = groups.group_count(samples, features, group_size) + groups.seed_rows(_KINDS[kind])
-    ranges, numbers = (x.new_empty((n, 2), dtype=torch.bfloat16) for n in (rows, channels))
-    return packed, ranges, numbers
+    return quantizer_ops.fake_copy(x, bits, group_size, _KINDS[kind], channels)
 
 
 @register_fake("fewbit::dequantize_dense")

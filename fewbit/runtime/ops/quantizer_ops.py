@@ -255,13 +255,16 @@ def _narrow(x):
 
 def _quantize_with_stride(x, stride, seed, bits, group_size, kind, channels=0):
     source = layout.with_stride(x.detach(), stride, by_sample=True)
+    return *quantize_with_channels(source, seed, bits, group_size, kind, channels), x.new_ones(())
+
+
+def quantize_with_channels(x, seed, bits, group_size, kind, channels):
+    """Return (packed, ranges, numbers of channels), the last one (channels, 2) bfloat16; see `quantize`."""
+    numbers, normalize = x.new_empty((0, 2), dtype=torch.bfloat16), None
     if channels:
-        numbers = channel_statistics(source, channels)
+        numbers = channel_statistics(x, channels)
         normalize = Normalization(channels=numbers)
-    else:
-        numbers, normalize = x.new_empty((0, 2), dtype=torch.bfloat16), None
-    copy = quantize(source, seed, bits, group_size, normalize, kind=kind)
-    return *copy, numbers, x.new_ones(())
+    return *quantize(x, seed, bits, group_size, normalize, kind=kind), numbers
 
 
 def _dequantize_with_stride(
@@ -284,13 +287,18 @@ dequantize_op = define(
 )
 
 
-@register_fake("fewbit::quantize")
-def _(x, stride, seed, bits, group_size, kind, channels=0):
+def fake_copy(x, bits, group_size, kind, channels):
+    """Return the fake results of `quantize_with_channels`."""
     samples, features = groups.samples_of(x.shape)
     packed = x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
     rows = groups.group_count(samples, features, group_size) + groups.seed_rows(kind)
     ranges, numbers = (x.new_empty((n, 2), dtype=torch.bfloat16) for n in (rows, channels))
-    return packed, ranges, numbers, x.new_empty(())
+    return packed, ranges, numbers
+
+
+@register_fake("fewbit::quantize")
+def _(x, stride, seed, bits, group_size, kind, channels=0):
+    return *fake_copy(x, bits, group_size, kind, channels), x.new_empty(())
 
 
 @register_fake("fewbit::dequantize")

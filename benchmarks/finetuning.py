@@ -64,8 +64,8 @@ def held_out(tokens: torch.Tensor) -> list[torch.Tensor]:
     return list(rows.split(2))
 
 
-def run(way: str, arm: str, seed: int, steps: int) -> dict:
-    """Train, and return the losses."""
+def prepared(way: str, seed: int) -> tuple:
+    """Return SmolLM2 in training mode, with adapters if it is trained by LoRA, and the tokens of the text."""
     model, tokenizer = pretrained_networks.language_model()
     tokens = text(tokenizer)
     torch.manual_seed(seed)
@@ -74,11 +74,21 @@ def run(way: str, arm: str, seed: int, steps: int) -> dict:
 
         config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
         model = get_peft_model(model, config)
-    model.train()
+    return model.train(), tokens
+
+
+def optimizer_of(model, way: str) -> torch.optim.Optimizer:
+    """Return the optimizer of the parameters that are trained."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=WAYS[way], weight_decay=0.0)
+
+
+def run(way: str, arm: str, seed: int, steps: int) -> dict:
+    """Train, and return the losses."""
+    model, tokens = prepared(way, seed)
     if ARMS[arm] is not None:
         fewbit.compress_(model, ARMS[arm], verbose=False)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=WAYS[way], weight_decay=0.0)
+    optimizer = optimizer_of(model, way)
     first = next(batches(tokens, seed))
     saved = fewbit.saved_bytes(lambda: (model, model(input_ids=first, labels=first).loss)[1])
     losses, held = [], {0: evaluated(model, tokens)}

@@ -103,26 +103,26 @@ def step(module, x):
     module(x).sum().backward()
 
 
-def check(module, x):
-    """Compare the gradients of a copy with 8 bits with exact gradients."""
+def check(module, step, limit):
+    """Compare the gradients of a copy with 8 bits with exact gradients. step(module) runs a step."""
     grads = []
     for bits in (None, 8):
         own = copy.deepcopy(module)
         if bits:
             fewbit.compress_(own, bits, verbose=False)
-        step(own, x)
+        step(own)
         grads.append(torch.cat([p.grad.flatten() for p in own.parameters()]))
     error = (grads[1] - grads[0]).norm() / grads[0].norm()
-    assert error < 0.02, f"gradients with 8 bits have a relative error of {error:.3f}"
+    assert error < limit, f"gradients with 8 bits have a relative error of {error:.3f}"
 
 
-def in_turns(runs, x, count):
+def in_turns(runs, step, count):
     """Return {name: seconds of the processor in each step} of the runs, which take turns. The first quarter of the steps is left out."""
     times = {name: [] for name in runs}
     for _ in range(count):
         for name, run in runs.items():
             start = time.thread_time()
-            step(run, x)
+            step(run)
             times[name].append(time.thread_time() - start)
     return {name: each[count // 4 :] for name, each in times.items()}
 
@@ -141,19 +141,20 @@ def measure(network, count):
     torch.manual_seed(0)
     module = nn.Sequential(*[layer() for _ in range(4)])
     x = torch.randn(shape, requires_grad=True)
-    check(module, x)
+    step_of = functools.partial(step, x=x)
+    check(module, step_of, 0.02)
     eager = {"exact": copy.deepcopy(module)}
     for name, bits in EAGER.items():
         eager[name] = copy.deepcopy(module)
         fewbit.compress_(eager[name], bits, verbose=False)
     if all(isinstance(each, nn.Linear) for each in module):
         eager["the least in Python"] = with_least(module)
-    yield from rows_of(network, "eager", in_turns(eager, x, count), "exact")
+    yield from rows_of(network, "eager", in_turns(eager, step_of, count), "exact")
     compiled = {
         "exact": torch.compile(copy.deepcopy(module)),
         "2 bits": fewbit.compile(copy.deepcopy(module), bits=2),
     }
-    yield from rows_of(network, "compiled", in_turns(compiled, x, count), "exact")
+    yield from rows_of(network, "compiled", in_turns(compiled, step_of, count), "exact")
 
 
 def ops(repeats):

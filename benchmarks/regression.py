@@ -18,7 +18,6 @@ import copy
 import functools
 import statistics
 import sys
-import time
 
 import harness
 import host_time
@@ -60,37 +59,15 @@ def compress(bits, model):
     fewbit.compress_(model, bits, verbose=False)
 
 
-def check(model, batch, loss):
-    """Compare gradients with 8 bits with exact gradients."""
-    grads = []
-    for bits in (None, 8):
-        own = copy.deepcopy(model)
-        if bits:
-            compress(bits, own)
-        loss(own, batch).backward()
-        grads.append(torch.cat([each.grad.flatten() for each in own.parameters()]))
-    error = (grads[1] - grads[0]).norm() / grads[0].norm()
-    assert error < 0.05, f"gradients with 8 bits have a relative error of {error:.3f}"
-
-
-def times(model, batch, loss, rounds) -> dict:
+def times(model, step, rounds) -> dict:
     """Return {setting: [ratio to exact training in each round]}. The first quarter of the rounds is left out."""
     runs = {"exact": copy.deepcopy(model)}
     for name, bits in SETTINGS.items():
         runs[name] = copy.deepcopy(model)
         compress(bits, runs[name])
-    found = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.thread_time()
-            loss(run, batch).backward()
-            found[name].append(time.thread_time() - start)
+    found = host_time.in_turns(runs, step, rounds)
     exact = found.pop("exact")
-    skipped = rounds // 4
-    return {
-        name: [a / b for a, b in zip(each, exact, strict=True)][skipped:]
-        for name, each in found.items()
-    }
+    return {name: [a / b for a, b in zip(each, exact, strict=True)] for name, each in found.items()}
 
 
 def peak(model, batch, loss, bits) -> int:
@@ -104,8 +81,12 @@ def peak(model, batch, loss, bits) -> int:
 def measure(name, rounds):
     """Yield a row for each setting of a model."""
     model, batch, loss = models()[name]
-    check(model, batch, loss)
-    for setting, ratios in times(model, batch, loss, rounds).items():
+
+    def step(own):
+        loss(own, batch).backward()
+
+    host_time.check(model, step, 0.05)
+    for setting, ratios in times(model, step, rounds).items():
         low, middle, high = statistics.quantiles(ratios)
         yield {
             "model": name,

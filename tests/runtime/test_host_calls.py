@@ -103,7 +103,6 @@ def step(layers, shape, bits):
     x, results = normal(shape).requires_grad_(), []
     for _ in range(6):
         model(x).sum().backward()
-    gc.collect()
     gc.disable()  # or the finalizers of other tests' objects may be called here
     try:
         forward = profiled(lambda: results.append(model(x)))

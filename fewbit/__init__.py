@@ -1,7 +1,6 @@
 """fewbit: train neural networks with a fraction of the activation memory.
 
-Names are imported when they are first used. So `fewbit.solve`, `fewbit.Table` and the commands that design tables never
-import torch, and work without it.
+Names are imported when they are first used, so designing tables needs no torch.
 """
 
 import gc
@@ -63,7 +62,7 @@ _PACKAGES = {"functional", "nn"}
 
 
 def _names():
-    """Return all public names. The registry of functions, which needs no torch, has those of the activation modules."""
+    """Return all public names; the registry of functions has those of activation modules."""
     return ["__version__", *sorted(_PACKAGES), *sorted([*_HOME, *_activations()])]
 
 

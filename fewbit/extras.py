@@ -15,15 +15,12 @@ INSTALLED_BY = {
     "imagecodecs": "fewbit[codecs]",
     "transformers": "transformers",
 }
-"""{a package that a feature may need: the argument of `pip install` that installs it}. The extras are in pyproject.toml."""
+"""{package: the argument of `pip install` that installs it}. The extras are in pyproject.toml."""
 
 
 @contextmanager
 def needed_for(feature: str) -> Iterator[None]:
-    """Return a context manager that explains which package a feature lacks.
-
-    Args:
-        feature: The feature's name, with which the message begins, such as "fewbit plot".
+    """Return a context manager that says which package a feature, such as "fewbit plot", lacks.
 
     Raises:
         MissingPackageError: The block imports a package of `INSTALLED_BY` that is not installed.

@@ -10,14 +10,7 @@ from fewbit.errors import FewbitError, OutputExistsError
 
 
 def cache_folder(kind: str) -> Path | None:
-    """Return `$FEWBIT_CACHE`, else a folder in the user's cache folder, which may not exist yet.
-
-    Args:
-        kind: what the files are, the name of the folder.
-
-    Returns:
-        The folder. None, which means that nothing is cached, if the user has no home or platformdirs is not installed.
-    """
+    """Return the folder `kind` in `$FEWBIT_CACHE` or the user's cache folder, which may not exist yet, or None if there is none."""
     if os.environ.get("FEWBIT_CACHE"):
         return Path(os.environ["FEWBIT_CACHE"])
     try:
@@ -29,11 +22,7 @@ def cache_folder(kind: str) -> Path | None:
 
 
 def check_writable(path: str | os.PathLike, force: bool = False) -> None:
-    """Check that a file can be written. Call this function before you compute the data that `write_atomic` will write.
-
-    Args:
-        path: The path of the file to write.
-        force: Whether an existing file may be overwritten.
+    """Check that `write_atomic` can write a file, before its data is computed.
 
     Raises:
         OutputExistsError: The path exists, and `force` is false.
@@ -49,18 +38,16 @@ def check_writable(path: str | os.PathLike, force: bool = False) -> None:
 def write_atomic(
     path: str | os.PathLike, data: str | bytes, force: bool = False, *, follow_links: bool = True
 ) -> None:
-    """Write a file completely or not at all. Other programs see either the old file or the whole new one.
+    """Write a file completely or not at all, by a temporary file in the same directory.
 
-    Without `force` an existing file is never overwritten, even if another process creates it at the same time. The data
-    is first written to a temporary file in the same directory. If the write is interrupted, that file is removed.
+    Without `force` an existing file is never overwritten, even if another process creates it at the same time.
 
     Args:
         path: The path of the file.
         data: Bytes, or text, which is written as UTF-8.
         force: Whether an existing file may be overwritten.
-        follow_links: What to do if `path` is a symbolic link. True: write the file to which the link points. False:
-            replace the link itself. Pass True for a path that the user gave. Pass False in the cache, where fewbit
-            chooses the paths. A link that somebody else made there then cannot redirect the write to another file.
+        follow_links: Whether a symbolic link is followed or replaced. Pass False in the cache, where somebody else's link could redirect
+            the write.
 
     Raises:
         OutputExistsError: The path exists, and `force` is false.
@@ -86,7 +73,7 @@ def write_atomic(
 
 
 def _target_of(path, force: bool, follow_links: bool = True) -> Path:
-    """Return the path to write; `follow_links` resolves symbolic links. Raise the exceptions of `write_atomic`."""
+    """Return the path to write, or raise the exceptions of `write_atomic`."""
     try:
         target = Path(path).resolve() if follow_links else Path(path)
         try:
@@ -122,7 +109,7 @@ def _write_durably(path: Path, payload: bytes) -> None:
 
 
 def _publish_new(temporary: Path, target: Path) -> None:
-    """Rename `temporary` to `target`. Raises FileExistsError if `target` exists."""
+    """Rename `temporary` to `target`, or raise FileExistsError."""
     try:
         os.link(temporary, target)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Functions that format counts and numbers of bytes for people to read, and parse sizes that people write."""
+"""Functions that format counts and sizes, and parse sizes."""
 
 from __future__ import annotations
 
@@ -13,27 +13,20 @@ UNITS = {"B": 1, "KB": 2**10, "MB": MB, "GB": GB, "TB": 2**40}
 
 
 def counted(count: float, noun: str) -> str:
-    """Return a count with its noun, such as `1 module`, `3 batches` or `1.5 bits`."""
+    """Return a count with its noun, such as `1 module` or `1.5 bits`."""
     ending = "es" if noun.endswith(("ch", "s")) else "s"
     number = f"{count:g}" if isinstance(count, float) else count
     return f"{number} {noun}{ending * (count != 1)}"
 
 
 def format_size(count: int) -> str:
-    """Return a number of bytes as text in a suitable unit, such as `32 GB` or `1.5 KB`. Units are powers of 1024."""
+    """Return bytes in a suitable unit, such as `32 GB`. Units are powers of 1024."""
     unit = max((name for name in UNITS if UNITS[name] <= count), key=UNITS.get, default="B")
     return f"{count / UNITS[unit]:.4g} {unit}"
 
 
 def parse_size(text: str) -> int:
-    """Parse a number of bytes.
-
-    Args:
-        text: A number and a unit, such as `32GB`, `11264 MB` or `24GiB`. Units are powers of 1024, so GB and GiB mean
-            the same.
-
-    Returns:
-        The number of bytes, rounded down.
+    """Parse a size such as `32GB`, `11264 MB` or `24GiB`, and return bytes, rounded down. Units are powers of 1024.
 
     Raises:
         FewbitError: The text has another form, or the size is less than one byte.

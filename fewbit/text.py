@@ -1,7 +1,4 @@
-"""Functions that make a text safe to print.
-
-The text may come from a file, an argument or another program, and may contain characters that control a terminal.
-"""
+"""Functions that make a text safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -18,14 +15,8 @@ _REPR.maxstring = _REPR.maxlong = 120
 def printable(text: str) -> str:
     r"""Escape every character that a terminal would interpret, or that a reader cannot see or could misread.
 
-    Escapes such as `\x1b` and `\u202e` replace control characters (among them line breaks), marks that change the
-    direction of writing, invisible and unassigned characters, and lone surrogates.
-
-    Args:
-        text: Any string.
-
-    Returns:
-        One line that can be encoded in UTF-8; `text` itself if there is nothing to escape.
+    Escapes such as `\x1b` and `\u202e` replace control characters, line breaks, marks that change the direction of writing, invisible
+    and unassigned characters, and lone surrogates.
     """
     if text.isprintable():
         return text
@@ -36,10 +27,7 @@ def printable(text: str) -> str:
 
 
 def one_line(error: BaseException, limit: int = 160) -> str:
-    """Describe an exception from foreign code in one printable line.
-
-    The line consists of the type of the exception and at most `limit` characters of the message.
-    """
+    """Describe an exception from foreign code by its type and at most `limit` characters of its message."""
     try:
         message = printable(" ".join(str(error).split()))
     except Exception:  # the exception's own __str__ may raise
@@ -58,6 +46,6 @@ def shorten(value, limit: int = 60) -> str:
 
 
 def meant(name: object, known: Iterable[str]) -> str:
-    """Return the end of an error message that suggests the known name most like an unknown one; "" if none is like it."""
+    """Return the end of an error message that suggests the known name most like an unknown one, or ""."""
     near = get_close_matches(name, [*known], n=1) if isinstance(name, str) else []
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,8 +1,4 @@
-"""The errors of optimal tables, compared with those that the paper prints (`fewbit/catalog/paper.py`).
-
-Tables have two forms. In form "levels" several pieces of the step function q may share a level. In form "intervals",
-the paper's, every piece has a level of its own.
-"""
+"""The errors of optimal tables, compared with those that the paper prints (`fewbit/catalog/paper.py`)."""
 
 from __future__ import annotations
 
@@ -21,25 +17,21 @@ from fewbit.sizes import counted
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """The errors of a function's tables with one number of bits.
-
-    An error is the integral of (f' - q)**2, with f' the derivative of the function and q the step function of the
-    table.
+    """The errors of a function's tables with one number of bits: integrals of (f' - q)**2.
 
     Attributes:
         function: The name of the function.
         bits: The number of bits.
         paper: The error that the paper prints, or None.
-        discrete: The least error of the paper's discrete problem (eq. 9), in which q changes only at points of a grid.
-            None if the paper prints no error.
-        reproduced: Whether `discrete`, rounded, is the printed error. None if the paper prints no error.
+        discrete: The least error if q changes only at points of a grid (the paper's eq. 9); None without `paper`.
+        reproduced: Whether `discrete`, rounded, is the printed error; None without `paper`.
         intervals: The least error in form "intervals", if q may change at any point.
         intervals_lower_bound: A proven lower bound on the error in form "intervals".
         levels: The least error in form "levels", if q may change at any point.
         levels_lower_bound: A proven lower bound on the error in form "levels".
         ratio: `intervals` / `levels`; None if `levels` is 0.
-        parity: Whether f' is even. As in the paper, all pieces in form "intervals" then lie in the half x >= 0 of the
-            domain, and q(-x) = q(x). `intervals` is the sum of the errors in both halves.
+        parity: Whether f' is even. As in the paper, all pieces in form "intervals" then lie in x >= 0, and q(-x) = q(x);
+            `intervals` is the error of both halves.
     """
 
     function: str
@@ -57,18 +49,18 @@ class ComparisonRow:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Result):
-    """A comparison of errors with the paper's: a `ComparisonRow` for each function and number of bits."""
+    """A `ComparisonRow` for each function and number of bits."""
 
     rows: tuple[ComparisonRow, ...]
 
     title = "Error at the same memory: the paper's intervals, and levels that pieces share"
 
     def records(self) -> list[dict]:
-        """Return a dict of plain values for each row."""
+        """Return a dict for each row."""
         return [asdict(row) for row in self.rows]
 
     def view(self) -> View:
-        """Return the table that compares errors with the paper's."""
+        """Return the table."""
         columns = (
             Column(
                 "function", lambda row: row.function + "*" * row.parity, "name", once=True, least=16
@@ -125,13 +117,9 @@ def compare(
     """Solve tables of both forms anew, and compare their errors with the paper's Table 3.
 
     Args:
-        functions: Names or aliases. By default the functions of the paper's table (ReLU with 1 bit only), and Mish, for
-            which the paper prints no error.
+        functions: Names or aliases; by default the paper's functions (ReLU with 1 bit only), and Mish, without a printed error.
         bits: A number of bits, or several.
         progress: Called as ``progress(what, done, total)`` before each pair of tables is solved.
-
-    Returns:
-        A `Comparison`.
 
     Raises:
         FewbitError: A name or a number of bits cannot be used. This is found before anything is solved.

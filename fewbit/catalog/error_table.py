@@ -1,7 +1,4 @@
-"""The errors of the best tables for each function and number of bits.
-
-A table describes a step function q that replaces the derivative f' of an activation function.
-"""
+"""The errors of the best tables for each function and number of bits."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ METRICS = ("error", "relative_error")
 
 @dataclass(frozen=True)
 class ErrorRow:
-    """The tables of a function, one for each requested number of bits."""
+    """The tables of a function, one for each number of bits."""
 
     function: str
     tables: tuple[Table, ...]
@@ -48,12 +45,12 @@ class ErrorTable(Result):
 
     @property
     def title(self) -> str:
-        """The title, which names the metric and the form."""
+        """The title, with the metric and the form."""
         name = self.metric.replace("_", " ")
         return f"{name.capitalize()} of q, form {self.form}, by bits per element"
 
     def values(self) -> dict[str, dict[int, float]]:
-        """Return {function: {bits: error}}. The errors are relative if `metric` is "relative_error"."""
+        """Return {function: {bits: error}}, relative if `metric` says so."""
         return {
             row.function: {bits: self._value(row, bits) for bits in self.bits} for row in self.rows
         }
@@ -62,7 +59,7 @@ class ErrorTable(Result):
         return getattr(row.tables[self.bits.index(bits)], self.metric)
 
     def records(self) -> list[dict]:
-        """Return a dict of plain values for each table."""
+        """Return a dict for each table."""
         return [
             {
                 "function": table.function,
@@ -80,7 +77,7 @@ class ErrorTable(Result):
         ]
 
     def view(self) -> View:
-        """Return a table with a row for each function and a column for each number of bits."""
+        """Return a row for each function and a column for each number of bits."""
         # In a narrow terminal, columns are left out from the last one on. The first one always stays.
         numbers = [
             Column(
@@ -111,19 +108,14 @@ def error_table(
     form: str = "levels",
     metric: str = "error",
 ) -> ErrorTable:
-    """Look up the errors of the best tables.
-
-    Tables that fewbit ships are used if there are any; others are solved on first use (`fewbit.load_table`).
+    """Look up the errors of the best tables. Those that are not shipped are solved on first use (`fewbit.load_table`).
 
     Args:
         functions: A name or an alias, or several; by default all functions that fewbit knows.
         bits: A number of bits, or several.
-        weight: The density by which errors count, in any form that `fewbit.solve` accepts.
+        weight: The density by which errors count, as in `fewbit.solve`.
         form: "levels" (pieces of q may share a level) or "intervals" (every piece has its own level).
         metric: "error" or "relative_error".
-
-    Returns:
-        An `ErrorTable`.
 
     Raises:
         FewbitError: `metric` is neither of the two, or a table cannot be solved.
@@ -143,22 +135,18 @@ def error_table(
 
 
 def names_of(functions: str | Iterable[str] | None) -> list[str]:
-    """Return canonical names of functions.
-
-    Args:
-        functions: A name or an alias, or several; None for all functions. "package.module:name" is not changed.
-    """
+    """Return canonical names of functions, by default of all. "package.module:name" stays."""
     names = known.names() if functions is None else _as_tuple("functions", functions, str, "str")
     return [name if ":" in name else known.canonical(name) for name in names]
 
 
 def checked_bits(bits: int | Iterable[int]) -> tuple[int, ...]:
-    """Return one or several numbers of bits as a tuple. Raise SolveError, before any work, if one is out of range."""
+    """Return numbers of bits as a tuple. Raise SolveError if one is out of range."""
     return tuple(count_levels(count, None)[1] for count in _as_tuple("bits", bits, Integral, "int"))
 
 
 def _as_tuple(argument: str, value, kind: type, described: str) -> tuple:
-    """Return the values as a tuple. A value of type `kind` is a single one, and becomes a tuple of one item."""
+    """Return one or several values of type `kind` as a tuple."""
     if not isinstance(value, kind | Iterable):
         raise FewbitError(f"{argument}: expected one or several of type {described}, got {value!r}")
     values = (value,) if isinstance(value, kind) else tuple(value)

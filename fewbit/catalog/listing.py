@@ -12,15 +12,15 @@ from fewbit.render.view import Column, View
 
 
 class FunctionList(Result):
-    """The list of all built-in functions f, for a terminal or a file."""
+    """The list of all built-in functions f."""
 
     def records(self) -> list[dict]:
-        """Return a dict that JSON can represent for each function. Limits of f' that are not finite are strings."""
+        """Return a dict for each function. Infinite limits of f' are strings."""
         names = (*functions.names(), *functions.solver_names())
         return [_record(functions.get(name)) for name in names]
 
     def view(self) -> View:
-        """Return the table of functions."""
+        """Return the table."""
         columns = (
             Column("function", lambda record: record["function"], "word"),
             Column(
@@ -74,7 +74,7 @@ def _record(function):
 
 
 def _shipped_bits(name):
-    """Return the bits of the shipped tables of form "levels". Files are not validated, to save time."""
+    """Return the bits of the shipped tables of form "levels", which are not validated, to save time."""
     try:
         text = (store.tables_directory() / f"{name}.json").read_text(encoding="utf-8")
         tables = json.loads(text)["tables"]

@@ -13,7 +13,7 @@ from fewbit.errors import TableError
 def normal_levels(bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the 2**(bits-1) - 1 positive breaks and the 2**(bits-1) positive levels of the best quantizer of a standard normal number.
 
-    The quantizer is symmetric (Lloyd, 1982; Max, 1960): the negatives, and the break 0, complete it.
+    The negatives, and the break 0, complete it (Lloyd, 1982; Max, 1960).
 
     Raises:
         TableError: No table with this number of bits is shipped.
@@ -24,22 +24,19 @@ def normal_levels(bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 _GREATEST = (1, 10, 88, 104, 511, 2011, 7902, 32699)
-"""The greatest level of `rotated_levels` in units, for 1 to 8 bits.
-
-Each number has the least error of all numbers up to 127 (for 2 to 4 bits) or up to 2**(2 * bits - 1) - 1 (for 5 to 8
-bits).
+"""The greatest level of `rotated_levels` in units, for 1 to 8 bits; of all numbers up to 127 (2 to 4 bits) or 2**(2 * bits - 1) - 1 (5 to
+8 bits), the one with the least error.
 """
 _UNITS = (1, 8, 32, 32, 128, 512, 2048, 8192)
-"""The units in 1, for 1 to 8 bits: a level of `rotated_levels` is a whole number divided by this number."""
+"""The units in 1, for 1 to 8 bits."""
 
 
 @cache
 def rotated_levels(bits: int) -> tuple[float, ...]:
     """Return the 2**(bits-1) positive levels of rotated copies: those of `normal_levels`, scaled and rounded to multiples of a power of two.
 
-    Every group of a rotated copy has a scale of its own, so only the ratios of the levels matter. The transform that restores a group then
-    computes exact sums in any order (with up to 4 bits, below 2**15 units). Rounding adds at most 0.11 % to the variance of the copy's error. The
-    factor is between 0.8 and 1.3, so a group's scale is similar to its standard deviation.
+    Only ratios matter, since every group has a scale. Sums in the transform that restores a group are exact in any order (with up to 4 bits).
+    Rounding adds at most 0.11 % to the variance of the copy's error.
 
     Raises:
         TableError: No table with this number of bits is shipped.
@@ -51,10 +48,7 @@ def rotated_levels(bits: int) -> tuple[float, ...]:
 
 @cache
 def normal_error(bits: int) -> float:
-    """Return the mean squared error of a standard normal number that is rounded to the levels of `normal_levels`.
-
-    Args:
-        bits: The bits of a code, 1 to 8.
+    """Return the mean squared error of a standard normal number rounded to the levels for 1 to 8 bits.
 
     Raises:
         TableError: No table with this number of bits is shipped.
@@ -63,9 +57,7 @@ def normal_error(bits: int) -> float:
 
 
 def value_table(bits: int) -> dict:
-    """Return the document of the shipped table of the function `value` with this number of bits.
-
-    The document is not validated, to save time. Tests validate all shipped tables.
+    """Return the document of the shipped table of the function `value`, not validated, to save time.
 
     Raises:
         TableError: No such table is shipped.

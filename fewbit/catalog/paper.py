@@ -36,16 +36,12 @@ PARITY = frozenset({"sigmoid", "tanh"})
 
 
 def printed_error(function, bits):
-    """Return the error that the paper prints for a function (its canonical name) and a number of bits, or None."""
+    """Return the error that the paper prints for a canonical name and a number of bits, or None."""
     return TABLE_3.get(function, {}).get(bits)
 
 
 def counterpart(table):
-    """Return the error that the paper prints for the problem that a table of fewbit solves, or None.
-
-    The result is None unless function, parameters, number of levels, weight, domain, tails and objective are the
-    paper's. The form may differ.
-    """
+    """Return the error that the paper prints for a table's problem, whatever its form, or None."""
     printed = printed_error(table.function, table.bits)
     if printed is None or (
         table.domain != DOMAIN
@@ -60,15 +56,14 @@ def counterpart(table):
 
 
 def same_digits(error, printed):
-    """Return whether an error, rounded to four decimals as in the paper, equals the number that the paper prints."""
+    """Return whether an error, rounded to four decimals, is the printed one."""
     return round(error, DECIMALS) == printed
 
 
 def discrete_optimum(function, bits, cells=CELLS):
-    """Solve the paper's discrete problem (eq. 9): 2^bits intervals with ends on a grid of `cells`, which must contain the kinks.
+    """Return the least error of 2^bits intervals with ends on a grid of `cells`, which must contain the kinks (the paper's eq. 9).
 
-    For the functions with an even f' in PARITY, the intervals divide only the half x >= 0 of the domain. Returns the least error over the whole
-    domain.
+    For the functions in PARITY, the intervals divide only x >= 0, and the error is that of the whole domain.
     """
     from fewbit.solver.partition import partition
 

@@ -1,11 +1,8 @@
 """Compute the squared errors of quantizers for saved tensors, and measure them on random normal numbers.
 
-All errors are relative: the squared error of a group of 256 independent normal numbers, divided by the sum of their squares. Numbers that a
-quantizer saves for a whole group, such as a scale, are not rounded here.
-
-- *uniform*: equal steps between the least and the greatest element, and random rounding (ActNN, Chen et al., ICML 2021).
-- *rotated*: random signs and a Walsh-Hadamard transform, the nearest of the levels that are best for normal numbers, and the scale that makes
-  the result unbiased for a uniformly random rotation (EDEN, Vargaftik et al., ICML 2022).
+Errors are relative: the squared error of a group of 256 normal numbers, divided by the sum of their squares. *uniform* has equal steps and
+random rounding (ActNN, Chen et al., ICML 2021). *rotated* has random signs, a Walsh-Hadamard transform, the nearest of the best levels for
+normal numbers, and an unbiased scale (EDEN, Vargaftik et al., ICML 2022).
 """
 
 from __future__ import annotations
@@ -40,8 +37,7 @@ class QuantizerRow:
         uniform_measured: The same error, measured.
         rotated: The computed error of rotation and optimal levels, for groups of 256.
         rotated_measured: The same error, measured.
-        rotated_limit: The limit of the computed error for long groups: D / (1 - D), with D the error of the shipped
-            table of the function `value`.
+        rotated_limit: Its limit for long groups: D / (1 - D), with D the error of the levels.
         bound: 1 / (4**bits - 1), a lower bound for every unbiased code of this size.
     """
 
@@ -56,18 +52,18 @@ class QuantizerRow:
 
 @dataclass(frozen=True, repr=False)
 class QuantizerComparison(Result):
-    """The errors of quantizers: a `QuantizerRow` for each number of bits."""
+    """A `QuantizerRow` for each number of bits."""
 
     rows: tuple[QuantizerRow, ...]
 
     title = "Squared error over squared norm, of groups of 256 normal numbers"
 
     def records(self) -> list[dict]:
-        """Return a dict of plain values for each row."""
+        """Return a dict for each row."""
         return [asdict(row) for row in self.rows]
 
     def view(self) -> View:
-        """Return the table of errors."""
+        """Return the table."""
         columns = (
             Column("bits", lambda row: str(row.bits)),
             Column("uniform", lambda row: _digits(row.uniform)),
@@ -100,7 +96,7 @@ def compare_quantizers(
 
     Args:
         bits: The numbers of bits, 1 to 8.
-        progress: A function that is called as `progress(stage, done, total)`.
+        progress: Called as `progress(stage, done, total)`.
 
     Raises:
         FewbitError: A number of bits is out of range.
@@ -133,17 +129,16 @@ def _relative(restored: np.ndarray, x: np.ndarray) -> float:
 
 
 def rotated_limit(bits: int) -> float:
-    """Return the error of `rotated` in long groups: D / (1 - D), where D is the error of the levels."""
+    """Return D / (1 - D), with D the error of the levels."""
     error = value_table(bits)["error"]
     return error / (1.0 - error)
 
 
 def rotated_error(bits: int, group: int = GROUP) -> float:
-    """Compute the expected error of the nearest level with EDEN's scale, in groups of length `group` = n.
+    """Compute the expected error of the nearest level with EDEN's scale, in groups of length `group` = n, up to terms of order 1 / n**2.
 
-    Let y be uniformly distributed on the sphere with radius sqrt(n), and q the levels nearest to its elements. The error is A / B**2 - 1, where A is
-    the mean of q**2 and B that of y q. Its expected value is computed up to terms of the order 1 / n**2. An element of y has a density proportional
-    to (1 - y**2 / n)**((n - 3) / 2).
+    With y uniform on the sphere of radius sqrt(n) and q the nearest levels, the error is A / B**2 - 1, where A is the mean of q**2 and B that of
+    y q. An element of y has a density proportional to (1 - y**2 / n)**((n - 3) / 2).
     """
     breaks, levels = normal_levels(bits)
     y, share, piece = _positive_points([*breaks, min(_REACH, np.sqrt(group))])
@@ -155,7 +150,7 @@ def rotated_error(bits: int, group: int = GROUP) -> float:
         return float(np.sum(weight * values))
 
     def covariance(f, g):
-        """Return the covariance of the means of f and g over a group, in which the mean of y**2 is always 1."""
+        """Return the covariance of the means of f and g over a group."""
         with_square = [mean(h * y * y) - mean(h) for h in (f, g)]
         free = mean(f * g) - mean(f) * mean(g)
         return (free - with_square[0] * with_square[1] / (mean(y**4) - 1.0)) / group
@@ -166,7 +161,7 @@ def rotated_error(bits: int, group: int = GROUP) -> float:
 
 
 def _positive_points(ends: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the points, weights and intervals of a quadrature rule on [0, ends[-1]] for a function that is smooth between the ends."""
+    """Return points, weights and intervals of a quadrature rule on [0, ends[-1]], smooth between the ends."""
     node, share = np.polynomial.legendre.leggauss(_POINTS)
     edges = np.array([0.0, *ends])
     half = 0.5 * np.diff(edges)
@@ -176,10 +171,10 @@ def _positive_points(ends: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def uniform_error(bits: int, group: int = GROUP) -> float:
-    """Compute the expected error of 2**bits equal steps between the least and the greatest of n = `group` numbers, with random rounding.
+    """Compute the expected error of 2**bits equal steps from the least to the greatest of n = `group` numbers, with random rounding.
 
-    A number v between levels a and b has the variance (v - a)(b - v). The function integrates over the joint density of the least number l and the
-    greatest u, n (n-1) phi(l) phi(u) (Phi(u) - Phi(l))**(n-2).
+    A number between levels a and b has the variance (v - a)(b - v); the least number l and the greatest u have the joint density
+    n (n-1) phi(l) phi(u) (Phi(u) - Phi(l))**(n-2).
     """
     with needed_for("the comparison of quantizers"):
         from scipy.special import ndtr
@@ -221,7 +216,7 @@ def restore_uniform(x: np.ndarray, bits: int, noise: np.ndarray) -> np.ndarray:
 
 
 def _restore_rotated(x: np.ndarray, bits: int, signs: np.ndarray) -> np.ndarray:
-    """Rotate the groups x, float64 (n, 2**k), by `signs`, take the nearest normal levels, and rotate back with EDEN's scale."""
+    """Rotate groups (n, 2**k) by `signs`, take the nearest levels, and rotate back with EDEN's scale."""
     y = walsh_hadamard(signs * x)
     norm = np.mean(y * y, axis=1, keepdims=True)
     breaks, levels = map(np.array, normal_levels(bits))
@@ -231,10 +226,7 @@ def _restore_rotated(x: np.ndarray, bits: int, signs: np.ndarray) -> np.ndarray:
 
 
 def walsh_hadamard(x: np.ndarray) -> np.ndarray:
-    """Return the Walsh-Hadamard transform of every row, divided by the root of the row's length.
-
-    The transform is orthogonal and its own inverse. The length of the rows is a power of two.
-    """
+    """Return the orthogonal Walsh-Hadamard transform of every row, its own inverse; rows have 2**k elements."""
     rows, length = x.shape
     y, width = x, 1
     while width < length:

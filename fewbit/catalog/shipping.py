@@ -1,8 +1,4 @@
-"""Make the shipped tables: `python -m fewbit.catalog.shipping [NAME ...]` (`make tables`).
-
-Every activation function has tables of form "levels" with 1 to 8 bits and uniform and normal weight, and of form "intervals" with 1 to 4 bits
-and uniform weight. `value`, which is no activation, has those of form "levels" with normal weight.
-"""
+"""Make the shipped tables: `python -m fewbit.catalog.shipping [NAME ...]` (`make tables`)."""
 
 from __future__ import annotations
 
@@ -20,11 +16,7 @@ from fewbit.table import load_file, save_tables
 
 
 def requests(name):
-    """Return the keyword arguments of `solve` for every table that is shipped for a function.
-
-    Args:
-        name: The canonical name of the function.
-    """
+    """Return the arguments of `solve` for every table that is shipped for a function."""
     wanted = [("levels", "uniform", 8), ("levels", "normal", 8), ("intervals", "uniform", 4)]
     if name in functions.solver_names():
         wanted = [("levels", "normal", 8)]
@@ -36,12 +28,7 @@ def requests(name):
 
 
 def make(name, request):
-    """Solve one table for shipping. The solver's seconds are removed, because they differ from run to run.
-
-    Args:
-        name: The name of the function.
-        request: Keyword arguments of `solve`.
-    """
+    """Solve one table without the seconds, which differ from run to run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about unbounded derivatives
         table = solve(name, **request)
@@ -51,9 +38,9 @@ def make(name, request):
 
 
 def symmetric(table):
-    """Return a table of an odd derivative and a symmetric weight, with levels and breaks that are symmetric about 0 to the last bit.
+    """Return a table of an odd f' and a symmetric weight with levels and breaks that are symmetric to the last bit.
 
-    The solver's levels deviate from symmetry by about 1e-12, and the error by about the square of that. The lower bound holds for all tables.
+    The solver's levels deviate from symmetry by about 1e-12, the error by its square; the lower bound holds for all tables.
     """
 
     def odd(numbers):
@@ -63,7 +50,7 @@ def symmetric(table):
 
 
 def main(names):
-    """Make the tables of the named functions, or of all functions if `names` is empty, and write one file for each."""
+    """Make and write the tables of the named functions, or of all."""
     directory = tables_directory()
     for name in names or (*functions.names(), *functions.solver_names()):
         name = functions.canonical(name)
@@ -76,7 +63,7 @@ def main(names):
 
 
 def _with_revisions(tables, shipped):
-    """Return the tables with revisions: that of the shipped table, plus 1 if the table's numbers changed."""
+    """Return the tables with the shipped revision, plus 1 if the numbers changed."""
     by_request = {_described(table): table for table in shipped}
     result = []
     for table in tables:

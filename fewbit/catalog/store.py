@@ -26,25 +26,19 @@ from fewbit.table import Table, load_file
 from fewbit.text import printable
 
 CACHED = "fewbit.cached/1"
-"""The schema of a cache file, which contains the arguments of a request and the table."""
+"""The schema of a cache file: the arguments of a request, and the table."""
 _unusable = set()
 
 
 def tables_directory():
-    """Return the directory of the shipped tables: the package `fewbit.tables`, or `tables/` in a checkout."""
+    """Return the directory of the shipped tables: `fewbit.tables`, or `tables/` in a checkout."""
     installed = Path(__file__).parents[1] / "tables"
     return installed if installed.is_dir() else Path(__file__).parents[2] / "tables"
 
 
 @cache
 def shipped_tables(function: str) -> tuple[Table, ...]:
-    """Return all shipped tables of a function.
-
-    Args:
-        function: A canonical name or an alias.
-
-    Returns:
-        A tuple of `fewbit.Table`, empty if no table is shipped.
+    """Return all shipped tables of a function, given by its name or alias.
 
     Raises:
         FunctionError: The name is unknown.
@@ -67,8 +61,8 @@ def load_table(
 ) -> Table:
     """Return a table for a function: the shipped one if there is one, else a cached one, else a new one.
 
-    A table that is not shipped is solved on first use and stored in the user's cache folder. If the function is not built in,
-    or the weight is a callable, the table is solved anew at every call. All arguments are as in `fewbit.solve`.
+    A new table is stored in the user's cache folder, unless the function is not built in or the weight is a callable. All arguments are as in
+    `fewbit.solve`.
 
     Args:
         function: The name of a built-in function, "package.module:name", or a callable.
@@ -80,9 +74,6 @@ def load_table(
         tails: "free", or "pinned" to give the outermost pieces the limits of f' at infinity.
         levels: The number of levels, instead of `bits`.
         parameters: Parameters of a named function.
-
-    Returns:
-        A `fewbit.Table`.
 
     Raises:
         FunctionError: The function cannot be used.
@@ -156,12 +147,11 @@ def _find_shipped(function, weight, parameters, request):
 
 
 def _has_all(table, values):
-    """Return whether a table's fields have the given values."""
     return all(getattr(table, name) == value for name, value in values.items())
 
 
 def _cached(name, asked, expected, solved):
-    """Return the cached table whose file contains the same arguments `asked` and fields `expected`, else solve it and cache it if possible."""
+    """Return the cached table with the same arguments `asked` and fields `expected`, else solve and cache it."""
     asked = json.loads(json.dumps(asked))
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     directory = cache_folder("tables")

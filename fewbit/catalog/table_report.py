@@ -1,4 +1,4 @@
-"""Tables in a terminal: one table with its quality, picture and levels, or several tables with a line for each."""
+"""Tables in a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PICTURE_WIDTH = 80
 
 
 class TableReport:
-    """A wrapper with which the library rich prints a table: its facts, its picture and its levels."""
+    """A table that the library rich prints with its facts, picture and levels."""
 
     def __init__(self, table: Table):
         self.table = table
@@ -65,7 +65,7 @@ _STATUS = {
 
 
 def _facts_grid(table: Table):
-    """Make a rich grid of facts about a table, with a name, a value and a comment in each line."""
+    """Make a rich grid of name, value and comment for each fact."""
     from rich.table import Table as Grid
     from rich.text import Text
 
@@ -119,7 +119,7 @@ def _against(error: float, printed: float) -> str:
 
 
 def _levels(table: Table) -> View:
-    """Return the list of a table's levels, each with the pieces that have this level."""
+    """Return a table's levels, each with its pieces."""
     place = "where x is in"
     if table.objective == "unbiased":
         place = "draws between this level and the next where x is in"
@@ -141,7 +141,7 @@ def _listed(pieces: list[str]) -> str:
 
 
 def tables_report(title: str, tables: Sequence[Table]) -> View:
-    """Return a list of several tables, with a line for each."""
+    """Return a list of tables, with a line for each."""
     columns = (
         Column("bits", lambda table: str(table.bits)),
         Column("form", _form, "word"),

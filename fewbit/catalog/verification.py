@@ -1,7 +1,4 @@
-"""Recompute the errors that tables claim, with a method that differs from the solver's.
-
-The domain is cut into intervals on which f', q and the weight are smooth, and SciPy's adaptive tanh-sinh quadrature integrates over each.
-"""
+"""Recompute the errors that tables claim, with a method that differs from the solver's: SciPy's adaptive tanh-sinh quadrature."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class Finding:
         table: The `fewbit.Table`.
         recomputed: The recomputed error; None if it could not be recomputed.
         problems: A line for each claim of the table that does not hold.
-        unchecked: The reason why the error could not be recomputed; None if it was recomputed.
+        unchecked: The reason why the error could not be recomputed, or None.
     """
 
     path: str
@@ -47,13 +44,13 @@ class Finding:
 
     @property
     def deviation(self):
-        """|recomputed - claimed| / claimed error; None if the error was not recomputed or the claimed error is 0."""
+        """|recomputed - claimed| / claimed error; None without a recomputed error, or if the claimed one is 0."""
         if self.recomputed is None or not self.table.error > 0:
             return None
         return abs(self.recomputed - self.table.error) / self.table.error
 
     def record(self):
-        """Return the finding as a dict that JSON can represent."""
+        """Return the finding as a dict for JSON."""
         is_finite = self.recomputed is not None and math.isfinite(self.recomputed)
         return {
             "file": self.path,
@@ -79,9 +76,6 @@ def verify(
         function: A callable or `package.module:name`, for tables of a function that is not built in. A name in the file
             is never imported.
         weight: The density by which errors count, for tables whose weight is a callable.
-
-    Returns:
-        A list of `Finding`, one for each table.
 
     Raises:
         TableError: The file is not a valid document, or contains no table.
@@ -114,14 +108,9 @@ def verify(
 
 
 def recompute_error(table, weight=None):
-    """Recompute the error of a table from f', q and w alone.
+    """Recompute the error of a table with a known `activation` from f', q and w alone.
 
-    Args:
-        table: A table with a known `activation`.
-        weight: The density by which errors count, if the table's weight is a callable.
-
-    Returns:
-        The error, a float.
+    `weight` is the density if the table's weight is a callable.
 
     Raises:
         FunctionError: The table's function is not known.
@@ -132,7 +121,7 @@ def recompute_error(table, weight=None):
 
 @dataclass(frozen=True)
 class _Recomputed:
-    """A recomputed error, and numbers to compare claims with, all of the scaled weight (`fewbit.solver.weight.ScaledWeight`).
+    """A recomputed error, and numbers to compare claims with, all of the scaled weight.
 
     Attributes:
         scaled_error: The recomputed error, divided by 2**exponent.
@@ -148,13 +137,13 @@ class _Recomputed:
 
     @property
     def error(self):
-        """The recomputed error; infinity if it is beyond the range of float64."""
+        """The recomputed error; infinity beyond the range of float64."""
         with np.errstate(over="ignore"):
             return float(np.ldexp(self.scaled_error, self.exponent))
 
 
 def _wrong_errors(table, found):
-    """Return the list of problems: one line if the claimed error, or else the claimed relative error, does not hold."""
+    """Return a line if the claimed error, or else the claimed relative error, does not hold."""
 
     def holds(claimed, tolerance):
         allowed = tolerance * claimed + _ROUNDING * found.scale
@@ -176,7 +165,7 @@ def _wrong_errors(table, found):
 
 
 def _rises(table, tables):
-    """Yield a line for each other table with the same settings that has fewer bits and a smaller error."""
+    """Yield a line for each table with the same settings, fewer bits and a smaller error."""
     names = ("function", "parameters", "form", "objective", "weight", "domain", "tails")
     for other in tables:
         is_alike = all(getattr(other, name) == getattr(table, name) for name in names)
@@ -214,7 +203,7 @@ def _recompute(table, weight=None):
 
 
 def _smooth_intervals(table, f, weight):
-    """Return ascending points between which f', q and w are smooth."""
+    """Return points between which f', q and w are smooth."""
     low, high = table.domain
     knots = table.knots.points if table.knots is not None else []
     edges = weight.edges(table.domain), weight.support_edges(table.domain)
@@ -231,7 +220,7 @@ def _smooth_intervals(table, f, weight):
 
 
 def _loss(table, f, x):
-    """Return (f'(x) - q(x))**2. In some tables q(x) is a random draw, and the expected value is returned."""
+    """Return the (expected) value of (f'(x) - q(x))**2."""
     slope = f.derivative(x)
     if table.objective != "unbiased":
         return (slope - table(x)) ** 2
@@ -242,7 +231,7 @@ def _loss(table, f, x):
 
 
 def _integral(integrand, ends, slope=1.0):
-    """Integrate a function that is smooth between the ends; `slope` squared has about the size of the integrand."""
+    """Integrate a function that is smooth between the ends; `slope` squared has about its size."""
     with needed_for("fewbit.verify"):
         from scipy.integrate import tanhsinh
 
@@ -262,14 +251,13 @@ def _integral(integrand, ends, slope=1.0):
 
 
 def _few_points(integrand, left, right):
-    """Integrate over narrow intervals with a Gauss-Legendre rule of 5 points."""
+    """Integrate over narrow intervals with 5 Gauss-Legendre points."""
     points, weights = np.polynomial.legendre.leggauss(5)
     x = left[:, None] + 0.5 * (points + 1) * (right - left)[:, None]
     return np.sum(integrand(x) @ weights * 0.5 * (right - left))
 
 
 def _samples(left, right):
-    """Return 257 points of each open interval, (n, 257)."""
     x = left[:, None] + (right - left)[:, None] * np.linspace(0, 1, 257)
     x[:, 0], x[:, -1] = np.nextafter(left, right), np.nextafter(right, left)
     return x
@@ -282,7 +270,7 @@ def _largest_deviation(table, f, weight, ends):
 
 
 def _largest_slope(f, weight, ends):
-    """Return the largest |f'|, found in two rounds: the second one samples around the largest value of the first."""
+    """Return the largest |f'|; a second round samples around the first's largest value."""
     left, right = ends[:-1], ends[1:]
     for _ in range(2):
         x = _samples(left, right)
@@ -305,15 +293,15 @@ class Verification(Result):
 
     @property
     def findings(self):
-        """All findings, in the order of the files."""
+        """All findings."""
         return [finding for _, findings in self.files for finding in findings]
 
     def records(self) -> list[dict]:
-        """Return a dict for each finding, which JSON can represent."""
+        """Return a dict for each finding."""
         return [finding.record() for finding in self.findings]
 
     def view(self) -> View:
-        """Return a table with a line for each file, and a note for each problem."""
+        """Return a line for each file, and a note for each problem."""
         columns = (
             Column("file", lambda file: printable(file[0].name), "text"),
             Column("tables", lambda file: str(len(file[1]))),
@@ -347,7 +335,7 @@ def _largest(findings):
 
 
 def _verdict(findings):
-    """Return the text and the color of the column "result" for the findings of one file."""
+    """Return the text and the color of the column "result"."""
     if problems := _problems(findings):
         return f"{len(problems)} wrong", "red"
     if unchecked := _unchecked(findings):

@@ -1,8 +1,6 @@
-"""The command line `fewbit`. Commands call the library and show its results; they contain no mathematics.
+"""The command line `fewbit`. Commands call the library and show its results.
 
-At their top, the files of this folder import no third-party package except click. Each command imports the modules that
-it needs when it runs, so that `fewbit --help` and `fewbit solve` start quickly. This folder may import every part of
-fewbit.
+Files import only click at their top, and commands the rest when they run, so that `fewbit --help` and `fewbit solve` start quickly.
 """
 
 from fewbit.cli import doctor, tables, training  # noqa: F401, adds their commands to the application

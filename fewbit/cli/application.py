@@ -1,7 +1,4 @@
-"""The click application of the command `fewbit`.
-
-It determines the exit codes, and prints each error and each warning on one line of standard error.
-"""
+"""The click application of the command `fewbit`, with its exit codes, errors and warnings, each on one line of standard error."""
 
 from __future__ import annotations
 
@@ -24,14 +21,14 @@ from fewbit.text import one_line, printable
 
 FAILED, BAD_INPUT, BUG, INTERRUPTED, OUTPUT_LOST = 1, 2, 70, 130, 141
 TRACEBACK = "FEWBIT_TRACEBACK"
-"""The environment variable that makes fewbit print the traceback of an unexpected error."""
+"""The environment variable for tracebacks of unexpected errors."""
 
 
 class OnceOnly(click.Command):
-    """A command that refuses an option which is given twice, unless it may be repeated. click would take the last."""
+    """A command that refuses an option which is given twice, unless it may be repeated."""
 
     def parse_args(self, ctx, args):
-        """Parse the arguments. Raise UsageError if an option with a value is repeated that takes one value only."""
+        """Parse the arguments. Raise UsageError for a repeated option."""
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         for option in order:
             is_single = isinstance(option, click.Option) and not (option.multiple or option.is_flag)
@@ -40,18 +37,18 @@ class OnceOnly(click.Command):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx):
-        """Run the command. If a package is missing that the command needs, the error says how to install it."""
+        """Run the command. The error for a missing package says how to install it."""
         with needed_for(ctx.command_path):
             return super().invoke(ctx)
 
 
 class App(click.Group):
-    """The group of all commands. It shows an error as one line, and exits with one of the codes in docs/reference/cli.md."""
+    """The group of all commands, with the exit codes in docs/reference/cli.md."""
 
     command_class = OnceOnly
 
     def main(self, *args, standalone_mode=True, **kwargs):
-        """Run a command. In standalone mode, which is the default, the process ends after the command."""
+        """Run a command, and in standalone mode end the process."""
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **kwargs)
         try:
@@ -70,7 +67,7 @@ class App(click.Group):
             ctx.fail(f"unknown command {args[0]!r}: {hint}")
 
     def invoke(self, ctx):
-        """Run the command. Each warning is shown on one line."""
+        """Run the command, and show each warning on one line."""
         _check_environment()
         try:
             with warnings.catch_warnings():
@@ -134,13 +131,13 @@ def main():
 
 
 def complain(kind, message=None):
-    """Print `fewbit: kind: message` on one line of standard error, or `fewbit: kind` if there is no message."""
+    """Print `fewbit: kind: message`, or `fewbit: kind`, on one line of standard error."""
     text = kind if message is None else f"{kind}: {message}"
     click.echo(f"fewbit: {printable(' '.join(text.split()))}", err=True)
 
 
 def _explain(error):
-    """Print a line about the error that ended a command, unless none is needed. Return the exit code."""
+    """Print a line about the error that ended a command, if needed. Return the exit code."""
     if isinstance(error, OutputLost):
         return OUTPUT_LOST
     if isinstance(error, click.Abort | KeyboardInterrupt):
@@ -172,7 +169,7 @@ def _usage_message(error):
 
 
 def _check_environment():
-    """Raise FewbitError if NUMBA_NUM_THREADS is less than 1, because the import of numba would fail."""
+    """Raise FewbitError if NUMBA_NUM_THREADS is less than 1, with which numba cannot be imported."""
     threads = os.environ.get("NUMBA_NUM_THREADS", "1")
     try:
         is_impossible = int(threads) < 1

@@ -20,12 +20,12 @@ from fewbit.text import one_line
 
 _WITHOUT = "without it, fewbit only solves tables"
 OLDEST_DRIVER = 13000
-"""The oldest version of CUDA, as the driver numbers it, that fewbit's CUDA kernels run on."""
+"""The oldest CUDA driver, as it numbers itself, for fewbit's kernels."""
 
 
 @dataclass(frozen=True, repr=False)
 class Installation(Result):
-    """Describes the parts of an installation of fewbit.
+    """The parts of an installation of fewbit.
 
     Attributes:
         parts: (part, what was found, what to do if something is missing or else "") for each part.
@@ -38,7 +38,7 @@ class Installation(Result):
         return [dict(zip(("part", "found", "advice"), part, strict=True)) for part in self.parts]
 
     def view(self) -> View:
-        """Return a table with a row for each part, and the advice below it."""
+        """Return a row for each part, and the advice."""
         columns = (
             Column("part", lambda row: row["part"], "word"),
             Column("found", lambda row: row["found"], "text"),
@@ -107,7 +107,7 @@ def _gpus() -> int:
 
 
 def _gpu(device) -> tuple[str, str]:
-    """Return what is known of a GPU, and what to do if fewbit has no kernels for it."""
+    """Return what is known of a GPU, and what to do without kernels for it."""
     import torch
 
     try:
@@ -122,7 +122,7 @@ def _gpu(device) -> tuple[str, str]:
 
 
 def _kernels(device) -> tuple[str, str]:
-    """Return what computes on a device, and what to do if no compiled kernels do."""
+    """Return what computes on a device, and what to do without compiled kernels."""
     import torch
 
     from fewbit.runtime import backends
@@ -150,13 +150,13 @@ def _remedy(device) -> str:
 
 
 def _has_compiler(usual: str) -> bool:
-    """Return whether the C++ compiler in CXX is there, or if it is not set the usual one."""
+    """Return whether the C++ compiler in CXX, or the usual one, is there."""
     command = shlex.split(os.environ.get("CXX") or usual)
     return shutil.which(command[0]) is not None
 
 
 def _compiles() -> tuple[str, str]:
-    """Return whether `fewbit.compile` works, and what to do if it does not."""
+    """Return whether `fewbit.compile` works, and what to do if not."""
     import torch
 
     from fewbit.compiler import self_check

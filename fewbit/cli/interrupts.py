@@ -7,14 +7,11 @@ import sys
 import threading
 
 DELAY = 0.1
-"""The time in seconds after which a lost interrupt is raised again."""
+"""Seconds after which a lost interrupt is raised again."""
 
 
 def repeat_lost() -> None:
-    """Raise a lost KeyboardInterrupt again in the main thread, after `DELAY` seconds.
-
-    If Ctrl-C is pressed while Numba's compiler calls Python from C, Python cannot pass the exception on, and would only print it.
-    """
+    """Raise a KeyboardInterrupt again that Python could only print, because Numba's compiler called Python from C."""
     others = sys.unraisablehook
 
     def hook(unraisable):

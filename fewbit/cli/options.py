@@ -1,8 +1,4 @@
-"""The arguments and options of the commands: how they are parsed and checked.
-
-A click type parses a value, and a callback does checks that need several values or other options. The ranges of
-numbers are checked by the library, whose messages say what it expects.
-"""
+"""The arguments and options of the commands. Ranges of numbers are checked by the library."""
 
 from __future__ import annotations
 
@@ -18,22 +14,22 @@ PICTURES = (".png", ".svg")
 
 
 def given(**options):
-    """Return the options that the user gave. An option that is left out gets the default of the library."""
+    """Return the options that the user gave; others get the library's defaults."""
     return {name: value for name, value in options.items() if value not in (None, ())}
 
 
 def is_file(source):
-    """Return whether an argument NAME|FILE is meant as a FILE: whether it ends in .json or has a slash."""
+    """Return whether an argument NAME|FILE ends in .json or has a slash."""
     return source.endswith(".json") or "/" in source or os.sep in source
 
 
 class FunctionName(click.ParamType):
-    """The type of an argument that names a function, as `fewbit list` shows it or as "package.module:name"."""
+    """A function's name, as `fewbit list` shows it or as "package.module:name"."""
 
     name = "name"
 
     def convert(self, value, param, ctx):
-        """Return the text unchanged if it can be the name of a function, else raise FewbitError."""
+        """Return the text, or raise FewbitError if it cannot be a name."""
         expected = "a function that 'fewbit list' shows, or package.module:name"
         if ":" not in value and is_file(value):
             raise FewbitError(
@@ -45,12 +41,12 @@ class FunctionName(click.ParamType):
 
 
 class TableSource(click.ParamType):
-    """The type of an argument that is the name of a function or the path of a file of tables."""
+    """The name of a function or the path of a file of tables."""
 
     name = "source"
 
     def convert(self, value, param, ctx):
-        """Return the text unchanged if it can be a name or a path, else raise FewbitError."""
+        """Return the text, or raise FewbitError if it can be neither."""
         if ":" not in value and "." in value and not is_file(value):
             raise FewbitError(
                 f"{value}: expected a function that 'fewbit list' shows, or a JSON file of tables: a path that ends in "
@@ -60,12 +56,12 @@ class TableSource(click.ParamType):
 
 
 class Parameter(click.ParamType):
-    """The type of an option that sets a parameter of an activation function: the text NAME=NUMBER."""
+    """A parameter of an activation function: the text NAME=NUMBER."""
 
     name = "parameter"
 
     def convert(self, value, param, ctx):
-        """Split the text NAME=NUMBER, and return (name, number)."""
+        """Return (name, number)."""
         name, _, text = value.partition("=")
         try:
             number = float(text)
@@ -77,12 +73,12 @@ class Parameter(click.ParamType):
 
 
 class Size(click.ParamType):
-    """The type of an option that is a size in bytes, such as 32GB."""
+    """A size in bytes, such as 32GB."""
 
     name = "size"
 
     def convert(self, value, param, ctx):
-        """Convert a text such as 32GB to the number of bytes."""
+        """Return the number of bytes."""
         from fewbit.sizes import parse_size
 
         try:
@@ -92,7 +88,7 @@ class Size(click.ParamType):
 
 
 def _unique(ctx, option, pairs):
-    """Return the (name, number) pairs of `--param` as a dict, or None if there are none. Reject repeated names."""
+    """Return the pairs of `--param` as a dict, or None. Reject repeated names."""
     for index, (name, _) in enumerate(pairs):
         if name in dict(pairs[:index]):
             raise click.BadParameter(f"expected every name once, got {name!r} twice")
@@ -100,10 +96,7 @@ def _unique(ctx, option, pairs):
 
 
 def output_options(what, *endings, required=False):
-    """Return a decorator that adds the options `--output` and `--force` to a command.
-
-    Before the command runs, three things are checked: that the path has an allowed ending, that the file can be
-    written, and, if the file is a picture, that matplotlib is installed.
+    """Return a decorator that adds the options `--output` and `--force` to a command, and checks them before the command runs.
 
     Args:
         what: The content of the file, as the help text names it.
@@ -153,12 +146,12 @@ function_option = click.option(
 
 
 def number(name, help, metavar="N", type=int):
-    """Return an option for a number. The library checks the number's range."""
+    """Return an option for a number."""
     return click.option(name, type=type, metavar=metavar, help=help)
 
 
 def several_bits(name="--bits", of="", default="1 to 4", type=int):
-    """Return an option for a number of bits. The user may repeat the option. Its help text begins with `of`."""
+    """Return an option for bits that may be repeated. Its help begins with `of`."""
     return click.option(
         name,
         type=type,
@@ -215,7 +208,7 @@ _REQUEST = (
 
 
 def table_options(command):
-    """Add to a command the options that describe a table. They are named like the arguments of `fewbit.load_table`."""
+    """Add the options that describe a table, with the names of arguments of `fewbit.load_table`."""
     for option in reversed(_REQUEST):
         command = option(command)
     return command

@@ -10,12 +10,12 @@ from fewbit.text import printable
 
 
 def print_json(value):
-    """Print one JSON document on standard output."""
+    """Print one JSON document."""
     click.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
 def print_result(result, as_json, *saved):
-    """Print a result: as JSON if `as_json` is true, else as `print_report` does."""
+    """Print a result as JSON, or as `print_report` does."""
     if not as_json:
         print_report(result, *saved)
     elif hasattr(result, "to_dict"):
@@ -25,12 +25,7 @@ def print_result(result, as_json, *saved):
 
 
 def print_report(report, *saved):
-    """Print a result as text for people. If the command has written files, the last line names them.
-
-    Args:
-        report: An object that rich can print.
-        saved: The values of the command's options for output files: a path, or None if an option was not given.
-    """
+    """Print what rich can print, and a line with the written files, `saved`, which are paths or None."""
     from rich.console import Console
 
     Console(highlight=False, emoji=False, markup=False).print(report)

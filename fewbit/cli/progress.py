@@ -7,11 +7,7 @@ import threading
 
 
 class Progress:
-    """A bar that appears if the work takes longer than 1 second. If standard error is no terminal, nothing appears.
-
-    An instance is passed to functions of the library as the argument `progress`, which they call as
-    `progress(stage, done, total)`.
-    """
+    """A bar on a terminal, if the work takes longer than 1 second, for the argument `progress` of the library."""
 
     PATIENCE = 1.0
     """Seconds before the bar appears."""
@@ -57,14 +53,14 @@ class Progress:
 
 
 class _Compilations:
-    """The number of functions that numba is compiling. In a first run this takes seconds, without other progress."""
+    """The number of functions that numba is compiling, which takes seconds in a first run."""
 
     def __init__(self):
         self.running = 0
         self._listening = False
 
     def listen(self):
-        """Start counting once numba is imported, which may happen after the progress bar has started."""
+        """Start counting once numba is imported."""
         event = sys.modules.get("numba.core.event")
         if self._listening or not hasattr(event, "register"):
             return

@@ -1,4 +1,4 @@
-"""The selection of tables by the argument NAME|FILE and the options of a command."""
+"""The tables that the argument NAME|FILE and the options of a command select."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ def select_tables(source, request, function, several):
 
     Args:
         source: The name of a function, or the path of a file.
-        request: The options that describe a table, as {name: value}. The value is None if the option was not given.
-        function: If `source` is a file: the activation function of its tables, as `package.module:name`. It is used for
-            tables whose function is not built into fewbit. None if the option was not given.
+        request: The options that describe a table, {name: value or None}.
+        function: For a file's tables of a function that is not built in: `package.module:name`, or None.
         several: Whether more than one table may be selected.
 
     Raises:
@@ -66,7 +65,7 @@ def _shipped_tables(name, request, several):
 
 
 def _matching(tables, request):
-    """Return the tables whose attributes equal all options that were given."""
+    """Return the tables whose attributes equal all given options."""
     request = given(**request)
     if "weight" in request:
         from fewbit.solver.weight import make_weight

@@ -9,14 +9,14 @@ import sys
 
 
 class OutputLost(BaseException):
-    """Raised if standard output is closed or full, or the process that reads it has ended.
+    """Raised if standard output is closed or full, or its reader has ended.
 
-    This is a BaseException, so that no `except Exception` mistakes it for a failure of the command itself.
+    No `except Exception` mistakes this BaseException for a failure of the command.
     """
 
 
 class _Output(io.RawIOBase):
-    """A raw stream for a file descriptor. When a write fails, `_lose` is called, and all later output is dropped."""
+    """A raw stream. After a failed write, `_lose` is called, and later output is dropped."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -47,7 +47,7 @@ class _Output(io.RawIOBase):
 
 
 class _Errors(_Output):
-    """Standard error. A failed write is ignored, since there is nowhere to report the failure."""
+    """Standard error, whose failed writes are ignored."""
 
     def _lose(self) -> None:
         pass
@@ -56,8 +56,7 @@ class _Errors(_Output):
 def secure() -> None:
     """Replace sys.stdout and sys.stderr. A failed write raises `OutputLost` on stdout, and is ignored on stderr.
 
-    A character that the encoding lacks is shown as a question mark. A closed standard stream becomes the null device, so that the next file to be
-    opened does not get its number.
+    Characters that the encoding lacks become question marks. A closed stream becomes the null device, so that no file gets its number.
     """
     closed = {number for number in (0, 1, 2) if _is_closed(number)}
     sys.stdout = _stream(_Output(-1 if 1 in closed else 1), sys.stdout)

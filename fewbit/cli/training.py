@@ -99,7 +99,7 @@ _FAMILIES = [family.name for family in models.FAMILIES]
 @click.option("--dropout", is_flag=True, help="Count with dropout; the paper counts without.")
 @json_option
 def memory(names, is_all, activation, dropout, is_fit, fit_bytes, optimizer, as_json, **options):
-    """Run `fewbit memory`, and print the report."""
+    """Run `fewbit memory`."""
     if is_fit or fit_bytes is not None:
         option = "--fits" if is_fit else "--fit"
         unused = {"--all": is_all, "--activation": activation is not None, "--dropout": dropout}
@@ -137,7 +137,7 @@ def _fit(
     bits=(4, 2),
     memory=None,
 ):
-    """Return the result of `fewbit.fits`, or of `fewbit.fit_` if `memory` is given, for a model with synthetic data."""
+    """Return the result of `fewbit.fits`, or with `memory` of `fewbit.fit_`, for a model with synthetic data."""
     if len(names) != 1:
         raise FewbitError(f"{option}: expected one MODEL, got {len(names)}")
     import torch
@@ -242,7 +242,7 @@ def plan(name, batch, batches, size, policies, share, draws, output, force, as_j
 
 
 def _synthetic_workload(name, sizes):
-    """Return (model, batches, loss) for the name of a model, with random weights and synthetic batches."""
+    """Return (model, batches, loss) for the name of a model."""
     from fewbit.analysis.gradients import CHUNKS, size_of
     from fewbit.models.workload import workload
 
@@ -371,7 +371,7 @@ def demo(steps, seeds, bits, everything, average, is_all, output, force, as_json
 
 
 def _make_directory(path):
-    """Make a directory, or raise FewbitError. Called before the training, so that an error costs no time."""
+    """Make a directory before the training, or raise FewbitError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:

@@ -1,11 +1,7 @@
-"""Configuration objects: they say who chooses the bits of saved tensors, and they contain the settings of layers.
+"""Configuration objects: they say who chooses the bits of saved tensors, and contain the settings of layers.
 
-Configuration objects are frozen dataclasses. They check their values, compare by value, and have a repr that can be
-pasted into a program. `to_dict` returns plain JSON values, and `from_dict` makes an object from these values. The
-module `bits` has the classes that say who chooses bits. `layers` has the settings of layers, and `values` has the
-limits of settings and checks that layers use too. `base` has what all these classes have in common. `arguments` turns
-all arguments of `compress_` into plain values. This folder may import the files in the root of the package, but no
-other folder. It does not import torch.
+They are frozen dataclasses that check their values, with a repr that can be pasted into a program, and plain JSON values by `to_dict` and
+`from_dict`.
 """
 
 from fewbit.config.arguments import plain_arguments

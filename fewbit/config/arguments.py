@@ -12,16 +12,7 @@ from fewbit.text import shorten
 
 
 def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments of `compress_` as plain JSON values.
-
-    `compress_` takes these values too: `compress_(model, **plain_arguments(arguments))` converts a model in the same
-    way as `compress_(model, **arguments)`.
-
-    Args:
-        arguments: {name of an argument of `compress_`: its value}.
-
-    Returns:
-        The same arguments, with a mapping in place of each configuration object.
+    """Return keyword arguments of `compress_`, {name: value}, as plain JSON values, which `compress_` takes too.
 
     Raises:
         InputError: a value has no form in JSON, such as a function in `include`, or a tensor in `sample`.

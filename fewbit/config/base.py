@@ -1,7 +1,4 @@
-"""The base of all configuration objects, and the checks of their fields.
-
-A check takes the value and the name of a field. It returns the value that the field stores, or raises InputError.
-"""
+"""The base of all configuration objects, and checks of fields, which return the value to store or raise InputError."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from fewbit.text import meant
 
 
 def number_field(check: Callable) -> Callable:
-    """Return a check for a field that stores the result of `plain_number`, which `check` tests."""
+    """Return a check that stores the result of `plain_number`, which `check` tests."""
 
     def checked(value, name: str):
         value = plain_number(value)
@@ -34,7 +31,7 @@ interval_field = number_field(
 
 
 def positive(value, name: str) -> float:
-    """Check that a field is a finite number above 0."""
+    """Check a finite number above 0."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     try:
         number = float(value) if is_number else math.nan
@@ -45,24 +42,24 @@ def positive(value, name: str) -> float:
 
 
 def flag(value, name: str) -> bool:
-    """Check that a field is True or False."""
+    """Check True or False."""
     return require(isinstance(value, bool), "True or False", name, value)
 
 
 def one_of(choices: tuple[str, ...], expected: str, noun: str) -> Callable:
-    """Return a check for a field whose value must be one of `choices`. The error message calls the field `noun`."""
+    """Return a check for one of `choices`. The error message calls the field `noun`."""
     return lambda value, name: require(
         isinstance(value, str) and value in choices, expected, noun, value
     )
 
 
 def optional(check: Callable) -> Callable:
-    """Return a check for a field that is None, or has a value that satisfies `check`."""
+    """Return a check for None, or a value that satisfies `check`."""
     return lambda value, name: None if value is None else check(value, name)
 
 
 class Config:
-    """The base of frozen dataclasses that check their fields and can be converted to and from plain JSON values."""
+    """The base of frozen dataclasses that check their fields and have plain JSON values."""
 
     _checks: ClassVar[Mapping[str, Callable]] = {}
     """{field: check}, applied when an object is made."""
@@ -72,7 +69,6 @@ class Config:
             object.__setattr__(self, name, check(getattr(self, name), name))
 
     def __repr__(self) -> str:
-        """Return an expression that makes an equal object, without the fields that have their default values."""
         shown = []
         for number, field in enumerate(fields(self)):
             value = getattr(self, field.name)

@@ -39,21 +39,16 @@ LEVELS = ("L0", "L1", "L2", "L2.5", "L3", "L4", "L5")
 class BitConfig(Config):
     """The base class of configurations that say who chooses the bits per element of quantized inputs.
 
-    A policy is an object that chooses bits while the model trains. For a policy of your own, write two classes: a
-    frozen dataclass derived from `BitConfig`, and a subclass of `fewbit.policies.BitPolicy`. Connect the two classes
-    with a function that makes the policy from the dataclass, and register this function with
-    `fewbit.policies.make_policy.register`. The dataclass has to set `kind`. If the first field of the dataclass is not
-    the number of bits, the dataclass also has to override `initial_bits`. The attributes below, except `kind`, have
-    default values that suit a policy that chooses bits for each layer.
+    For a policy of your own, derive a frozen dataclass from `BitConfig`, and a class from `fewbit.policies.BitPolicy`, and register a
+    function that makes one from the other with `fewbit.policies.make_policy.register`. The dataclass sets `kind`, and overrides
+    `initial_bits` if its first field is not the number of bits.
 
     Attributes:
-        kind: the string that stands for the class in the result of `to_dict`. Every subclass needs its own string.
-        has_policy: whether a policy chooses bits while the model trains. If True, the user may also give numbers of
-            bits that are not whole, as averages. If False, the registered function has to return None.
-        adapts: whether the policy chooses the bits of each layer. False if there is no policy. Also False if the policy
-            is `BitPolicy` itself, which only divides the bits of each tensor among the tensor's samples.
-        chooses_activation_bits: whether the policy also chooses the bits of few-bit activations. These activations save
-            a code of a few bits per element instead of their input.
+        kind: the string that stands for the class in `to_dict`. Every subclass needs its own.
+        has_policy: whether a policy chooses bits while the model trains. Then bits may be averages that are not whole. If False, the
+            registered function has to return None.
+        adapts: whether the policy chooses the bits of each layer, instead of only dividing them among a tensor's samples.
+        chooses_activation_bits: whether the policy also chooses the bits of few-bit activations.
         fuses_norms: whether norms save their normalized input in fixed point; layers after a norm then save nothing.
     """
 
@@ -67,11 +62,7 @@ class BitConfig(Config):
     fuses_norms: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options):
-        """Register the class if it sets `kind`, so that `from_dict` finds it.
-
-        Raises:
-            InputError: another class has this kind.
-        """
+        """Register the class for `from_dict`. Raise InputError if another class has its kind."""
         super().__init_subclass__(**options)
         if "kind" not in vars(cls):
             return
@@ -84,22 +75,21 @@ class BitConfig(Config):
 
     @property
     def initial_bits(self) -> float:
-        """The average bits per element until a policy chooses bits: the first field's value, or 4 if there is none."""
+        """The bits per element until a policy chooses: the first field's value, or 4."""
         names = [field.name for field in fields(self)]
         return getattr(self, names[0]) if names else DEFAULT_BITS
 
     @property
     def bits_of_activations(self) -> int:
-        """The bits of few-bit activations if `LayerSettings` does not give them.
+        """The bits of few-bit activations if `LayerSettings` does not give them (docs/decisions/0017).
 
-        They are 3 if `initial_bits` is below 5, else `initial_bits`, rounded down. If inputs have more than 4 bits,
-        activations with 3 bits would cause much of the gradient's error (docs/decisions/0017).
+        They are 3 if `initial_bits` is below 5, else `initial_bits`, rounded down.
         """
         bits = math.floor(self.initial_bits)
         return bits if bits > DEFAULT_BITS else ACTIVATION_BITS
 
     def describe(self) -> str:
-        """Return the text with which the report says how bits are chosen, or "" if the repr says this already."""
+        """Return the text with which the report says how bits are chosen, or "" if the repr does."""
         return ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,10 +104,7 @@ class BitConfig(Config):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BitConfig:
-        """Make a configuration from the result of `to_dict`. `values["kind"]` determines the class.
-
-        Args:
-            values: {"kind": kind, field: value, ...}. Missing fields get their default values.
+        """Make a configuration from the result of `to_dict`. Missing fields get their default values.
 
         Raises:
             InputError: `values` is not a mapping, has no known kind or an unknown field, or lacks a field that has no
@@ -159,8 +146,7 @@ class FixedBits(BitConfig):
 class SampleBits(BitConfig):
     """The bits of each tensor are divided among the tensor's samples (level L2.5 of ActNN).
 
-    A sample (a slice along dimension 0) gets more bits if rounding adds more variance to it. This is the case if the
-    elements of the sample's groups differ more from each other.
+    A sample (a slice along dimension 0) gets more bits if rounding adds more variance to it.
 
     Attributes:
         average: the average bits per element of each tensor, a number from 1 to 8.
@@ -173,7 +159,7 @@ class SampleBits(BitConfig):
     average: float = DEFAULT_BITS
 
     def describe(self) -> str:
-        """Return the text with which the report says how bits are chosen."""
+        """Return the report's text."""
         return f"{self.average:.4g} bits on average, shared between samples"
 
 
@@ -185,8 +171,7 @@ class AdaptiveBits(BitConfig):
 
     Attributes:
         average: the average bits per element over all tensors, a number from 1 to 8.
-        interval: bits are chosen after every `interval` steps. At the start they are chosen more often: after steps 1,
-            2, 4, 8 and so on up to `interval`.
+        interval: bits are chosen after every `interval` steps, and at the start after steps 1, 2, 4, 8 and so on.
     """
 
     kind = "adaptive"
@@ -196,21 +181,18 @@ class AdaptiveBits(BitConfig):
     interval: int = 200
 
     def describe(self) -> str:
-        """Return the text with which the report says how bits are chosen."""
+        """Return the report's text."""
         return _adapted(self.average, self.interval)
 
 
 @dataclass(frozen=True, repr=False)
 class Budget(BitConfig):
-    """`AdaptiveBits` with the largest average for which the saved tensors of an example batch fit a budget of bytes.
-
-    The example batch is the argument `sample` of `compress_`.
+    """`AdaptiveBits` with the largest average for which the saved tensors of the argument `sample` of `compress_` fit a budget.
 
     Attributes:
-        bytes: the budget: the largest number of bytes that a forward pass of the example batch may save. Either a
-            number, or a size such as "6 GiB". Units are powers of 1024, so "6 GB" means the same as "6 GiB".
-        interval: bits are chosen after every `interval` steps. At the start they are chosen more often: after steps 1,
-            2, 4, 8 and so on up to `interval`.
+        bytes: the largest number of bytes that a forward pass of `sample` may save, or a size such as "6 GiB". Units are powers of 1024, so
+            "6 GB" means the same.
+        interval: as in `AdaptiveBits`.
     """
 
     kind = "budget"
@@ -221,11 +203,11 @@ class Budget(BitConfig):
 
     @property
     def initial_bits(self) -> float:
-        """The bits per element in the forward pass that measures the sizes of the saved tensors: 4."""
+        """The bits in the forward pass that measures sizes: 4."""
         return DEFAULT_BITS
 
     def describe(self) -> str:
-        """Return the text with which the report says how bits are chosen."""
+        """Return the report's text."""
         return _adapted(None, self.interval)
 
     def _shown(self, name: str) -> str:
@@ -243,12 +225,10 @@ class ErrorBound(BitConfig):
     Attributes:
         e2: the largest allowed squared error of a gradient, divided by the gradient's squared norm; a finite number
             above 0.
-        window: how the policy combines the last ten measurements of an error's effect on gradients: "mean" uses the
-            mean effect, "max" the largest effect.
+        window: whether the "mean" or the "max" of the last ten measurements of an error's effect counts.
         codec: how tensors are saved: "quant", "quant+zvc", "error-bounded" or "jpeg" (docs/concepts/codecs.md).
         by_channel: whether bits are chosen for each channel of a sample separately.
-        interval: the number of steps from one measurement to the next. At the start, measurements are more frequent: in
-            steps 1, 2, 4, 8 and so on up to `interval`.
+        interval: the steps between measurements. At the start they happen in steps 1, 2, 4, 8 and so on up to `interval`.
     """
 
     kind = "error-bound"
@@ -269,11 +249,11 @@ class ErrorBound(BitConfig):
 
     @property
     def initial_bits(self) -> int:
-        """The bits per element before the first measurement: 8."""
+        """The bits before the first measurement: 8."""
         return MAX_BITS
 
     def describe(self) -> str:
-        """Return the text with which the report says how bits are chosen."""
+        """Return the report's text."""
         unit = "channels of samples" if self.by_channel else "samples"
         how = f"bits by layers and {unit}" if self.codec == CODECS[0] else f"the codec {self.codec}"
         return (
@@ -286,11 +266,9 @@ class ErrorBound(BitConfig):
 class PreActivationBits(BitConfig):
     """Norms save their normalized input in fixed point, and the layers after a norm use this tensor and save none.
 
-    The method is BLPA (Chakrabarti and Moseley, 2019). In the backward pass a ReLU or LeakyReLU after a batch or layer
-    norm computes its exact gradient from the norm's tensor. Linear layers and convolutions after the norm or the
-    activation restore their inputs from the same tensor, even if their own settings give other bits. So a norm, an
-    activation and a linear layer save one tensor in place of three (docs/guides/preactivation.md). Other layers save inputs
-    quantized with `bits` bits.
+    The method is BLPA (Chakrabarti and Moseley, 2019; docs/guides/preactivation.md). A ReLU or LeakyReLU after a batch or layer norm has its
+    exact gradient. Linear layers and convolutions after the norm or the activation use the same tensor, even if their own settings give other
+    bits. Other layers save inputs quantized with `bits` bits.
 
     Attributes:
         bits: bits per element, a whole number from 1 to 8.
@@ -308,14 +286,12 @@ class PreActivationBits(BitConfig):
 class Level(BitConfig):
     """A preset: one of the levels of ActNN, Table 2.
 
-    "L0" compresses nothing, and "L1" quantizes only the inputs of convolutions. "L2" is FixedBits, "L2.5" is
-    SampleBits, and "L3" is AdaptiveBits. "L4" is AdaptiveBits with HostOffload(), and "L5" is AdaptiveBits with
-    HostOffload(expandable_segments=True).
+    "L0" compresses nothing, and "L1" quantizes only the inputs of convolutions. "L2" is FixedBits, "L2.5" SampleBits, "L3" AdaptiveBits, "L4"
+    AdaptiveBits with HostOffload(), and "L5" AdaptiveBits with HostOffload(expandable_segments=True).
 
     Attributes:
         name: the name of the level.
-        bits: bits per element, a number from 1 to 8, which must be whole at L1 and L2. None stands for 4. At L0, which
-            compresses nothing, only None is possible.
+        bits: bits per element, 1 to 8, whole at L1 and L2; None stands for 4, and is the only value at L0.
     """
 
     kind = "level"
@@ -347,31 +323,31 @@ class Level(BitConfig):
 
     @property
     def has_policy(self) -> bool:
-        """The value of `has_policy` in the configuration for which the level stands."""
+        """That of the configuration."""
         return self.config is not None and self.config.has_policy
 
     @property
     def adapts(self) -> bool:
-        """The value of `adapts` in the configuration for which the level stands."""
+        """That of the configuration."""
         return self.config is not None and self.config.adapts
 
     @property
     def convolutions_only(self) -> bool:
-        """True if only convolutions are converted."""
+        """Whether only convolutions are converted."""
         return self.name == "L1"
 
     @property
     def offload(self) -> HostOffload | None:
-        """The setting of offloading at this level: HostOffload at L4 and L5, else None."""
+        """HostOffload at L4 and L5, else None."""
         return HostOffload(self.name == "L5") if self.name in ("L4", "L5") else None
 
     @property
     def initial_bits(self) -> float:
-        """The initial bits of the configuration for which the level stands."""
+        """That of the configuration."""
         return DEFAULT_BITS if self.config is None else self.config.initial_bits
 
     def describe(self) -> str:
-        """Return the text with which the report says how bits are chosen."""
+        """Return the report's text."""
         return "" if self.config is None else self.config.describe()
 
 
@@ -379,11 +355,11 @@ def as_config(bits) -> BitConfig:
     """Return the configuration for a value of the argument `bits` of `compress_`.
 
     Args:
-        bits: a BitConfig, which is returned unchanged, a mapping as BitConfig.to_dict returns it, or a number from 1 to
-            8. A whole number gives FixedBits, another number AdaptiveBits with this average. None gives FixedBits(4).
+        bits: a BitConfig, a mapping as BitConfig.to_dict returns it, a whole number from 1 to 8 (FixedBits), another number from 1 to 8
+            (AdaptiveBits with this average), or None (FixedBits(4)).
 
     Raises:
-        InputError: `bits` is anything else, or a number outside 1 to 8.
+        InputError: `bits` is anything else.
     """
     if bits is None:
         return FixedBits()
@@ -411,7 +387,7 @@ def _every(interval: int) -> str:
 
 
 def _byte_count(size) -> int:
-    """Return a size as a number of bytes. Raise InputError if `size` is neither a number nor a text such as "6 GiB"."""
+    """Return a number, or a text such as "6 GiB", as bytes. Raise InputError otherwise."""
     if isinstance(size, str):
         text = f"{size} B" if size.strip().isdecimal() else size
         try:

@@ -10,29 +10,26 @@ from fewbit.errors import InputError
 from fewbit.text import shorten
 
 MIN_BITS, MAX_BITS = 1, 8
-"""The smallest and the largest number of bits per element of a quantized tensor."""
+"""The least and the most bits of a quantized element."""
 DEFAULT_BITS = 4
-"""The bits per element of quantized inputs by default, in `compress_` and in single layers (docs/decisions/0017)."""
+"""The bits of quantized inputs by default (docs/decisions/0017)."""
 ACTIVATION_BITS = 3
-"""The bits of few-bit activations by default, if inputs of layers have at most 4 bits (docs/decisions/0017)."""
+"""The bits of few-bit activations by default (docs/decisions/0017)."""
 GROUP_SIZE, LARGEST_GROUP, LARGEST_ROTATED_GROUP = 256, 1 << 16, 256
-"""The default and the largest number of elements of a group (ActNN, section 4.1), and the largest in a rotated copy."""
+"""The default and the largest size of a group (ActNN, section 4.1), and the largest in a rotated copy."""
 BLOCK = 32
-"""The number of elements whose codes are packed together. Group sizes are multiples of this number."""
+"""The number of elements whose codes are packed together."""
 UNIFORM, ROTATED, MASKED = "uniform", "rotated", "masked"
 KINDS = (ROTATED, UNIFORM, MASKED)
-"""The kinds of quantized copies that layers save."""
+"""The kinds of quantized copies."""
 KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2}
-"""The numbers of the kinds in calls of kernels and of the ops of compiled graphs."""
+"""Their numbers in calls of kernels and ops."""
 QUANTIZERS = (ROTATED, UNIFORM)
-"""The kinds of copies that a user can choose (docs/concepts/quantizer.md). The first one is the default of layers."""
+"""The kinds that a user can choose, the default first (docs/concepts/quantizer.md)."""
 
 
 def plain_number(value):
-    """Return a real number of any type (4.0, numpy.int64(4)) as an int if it is whole, else as a float.
-
-    A value that is not a real number is returned unchanged.
-    """
+    """Return a real number of any type as an int if it is whole, else as a float, and any other value unchanged."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     try:
@@ -42,67 +39,53 @@ def plain_number(value):
 
 
 def check_bits(bits, name: str = "bits") -> None:
-    """Raise InputError if `bits` is not a whole number from 1 to 8. The message calls the number `name`."""
+    """Raise InputError unless `bits` is a whole number from 1 to 8."""
     require(is_whole(bits, MIN_BITS, MAX_BITS), "a whole number from 1 to 8", name, bits)
 
 
 def check_average(bits, name: str = "bits") -> None:
-    """Raise InputError if `bits` is not a number from 1 to 8. The message calls the number `name`."""
+    """Raise InputError unless `bits` is a number from 1 to 8."""
     is_number = isinstance(bits, int | float) and not isinstance(bits, bool)
     require(is_number and MIN_BITS <= bits <= MAX_BITS, "a number from 1 to 8", name, bits)
 
 
 def check_group_size(group_size, name: str = "group_size") -> int:
-    """Return the group size. Raise InputError if the group size is not a multiple of 32 from 32 to 65536.
-
-    The message calls the group size `name`.
-    """
+    """Return the group size. Raise InputError unless it is a multiple of 32 from 32 to 65536."""
     is_multiple = is_whole(group_size, BLOCK, LARGEST_GROUP) and group_size % BLOCK == 0
     expected = f"a multiple of {BLOCK} from {BLOCK} to {LARGEST_GROUP}"
     return require(is_multiple, expected, name, group_size)
 
 
 def check_copies(copies, name: str = "copies") -> int:
-    """Return `copies`. Raise InputError if `copies` is not 1 or 2. The message calls the number `name`.
-
-    `copies` is the number of copies that a norm layer saves of its normalized input, each with its own random rounding.
-    """
+    """Return `copies`. Raise InputError unless it is 1 or 2."""
     return require(is_whole(copies, 1, 2), "1 or 2", name, copies)
 
 
 def check_quantizer(quantizer, name: str = "quantizer") -> str:
-    """Return `quantizer`. Raise InputError if `quantizer` is neither "rotated" nor "uniform".
-
-    `quantizer` says which kind of quantized copies a layer makes. The message calls the value `name`.
-    """
+    """Return `quantizer`. Raise InputError unless it is "rotated" or "uniform"."""
     is_known = isinstance(quantizer, str) and quantizer in QUANTIZERS
     return require(is_known, "rotated or uniform", name, quantizer)
 
 
 def check_rotated_size(kind, group_size) -> None:
-    """Raise InputError if copies of this kind are rotated and groups have more elements than are rotated together."""
+    """Raise InputError if groups of a rotated copy are too large."""
     if group_size > LARGEST_ROTATED_GROUP and kind in KINDS and kind != UNIFORM:
         expected = f"at most {LARGEST_ROTATED_GROUP}"
         require(False, expected, f"group_size with {kind} copies", group_size)
 
 
 def usual_kind(usual: str, group_size: int) -> str:
-    """Return the kind of a tensor's copies if the user has chosen none: `usual`, or "uniform" if groups are too large.
-
-    Args:
-        usual: the kind that suits the tensor (docs/decisions/0016).
-        group_size: the number of elements in a group.
-    """
+    """Return the kind of a tensor's copies by default: `usual` (docs/decisions/0016), or "uniform" if groups are too large."""
     return usual if group_size <= LARGEST_ROTATED_GROUP else UNIFORM
 
 
 def name_of_class(cls: type) -> str:
-    """Return "module.Class", the name by which settings refer to a class."""
+    """Return "module.Class"."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def autograd_functions(value, name: str) -> dict[str, list[int]]:
-    """Check a mapping from autograd Functions, or their names, to positions. Return it with names as keys."""
+    """Check {autograd Function or its name: positions}. Return it with names as keys."""
     expected = "a mapping of autograd Functions, or their names, to lists of positions from 0"
     require(isinstance(value, Mapping), expected, name, value)
     found = {}
@@ -119,12 +102,12 @@ def autograd_functions(value, name: str) -> dict[str, list[int]]:
 
 
 def check_verbose(verbose, name: str = "verbose") -> None:
-    """Raise InputError if `verbose` is not True or False, or 1 or 0. The message calls the value `name`."""
+    """Raise InputError unless `verbose` is True or False, or 1 or 0."""
     require(isinstance(verbose, int) and verbose in (0, 1), "True or False", name, verbose)
 
 
 def require(is_good: bool, expected: str, name: str, value):
-    """Return `value`, the value of the field `name`. Raise InputError if `is_good` is False."""
+    """Return the field's `value`. Raise InputError if `is_good` is False."""
     if not is_good:
         raise InputError(f"{name}: expected {expected}, got {shorten(value)}")
     return value

@@ -1,7 +1,4 @@
-"""The experiment of the demo: training with exact layers, with few-bit GELUs, and with all layers compressed.
-
-An arm of the experiment is one setting, trained from several seeds.
-"""
+"""The experiment of the demo. An arm is one setting, trained from several seeds."""
 
 from __future__ import annotations
 
@@ -28,12 +25,12 @@ from fewbit.nn import GELU
 from fewbit.runtime import backends
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
-"""The results of `fewbit demo --all --seeds 5`; the file is part of a checkout, not of the package."""
+"""The results of `fewbit demo --all --seeds 5`, in a checkout only."""
 MOST_SEEDS = 100
 
 
 EVERY_ARM = {"bits": (1, 2, 3, 4), "everything": (2,), "average": (2,)}
-"""The arguments of `run_demo` for `fewbit demo --all`. STORED contains the results of these arms."""
+"""The arguments of `run_demo` for `fewbit demo --all`."""
 
 
 def check_request(
@@ -65,24 +62,17 @@ def run_demo(
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     processes: int = 1,
 ) -> Demo:
-    """Train the transformer with exact layers, with few-bit GELUs, and with all layers compressed.
-
-    An arm is one setting, trained from every seed: 0, 1, ... The first arm is the exact one.
+    """Train the transformer with exact layers, with few-bit GELUs, and with all layers compressed, each from the seeds 0, 1, ...
 
     Args:
         bits: Numbers of bits. Each gives an arm whose GELUs save this many bits per element.
         everything: Numbers of bits. Each gives an arm whose model `compress_` converts with these bits.
-        average: Average numbers of bits. Each gives an arm like those of `everything`, but at level L3 of ActNN, which
-            divides the bits among layers and samples (`AdaptiveBits`).
+        average: Average numbers of bits. Each gives an arm at level L3 of ActNN (`AdaptiveBits`).
         seeds: The number of seeds.
-        settings: The settings of every training; by default `Settings()`, those of benchmarks/results/demo.json.
+        settings: The settings of every training; by default those of benchmarks/results/demo.json.
         corpus: The text; by default the help texts that come with Python.
         progress: Called as `progress(name of the arm, steps done, steps in all)`.
-        processes: The number of trainings that run at a time. Each uses one thread of torch, so that a seed gives the
-            same losses on any number of cores. The tensors are so small that more threads would hardly help.
-
-    Returns:
-        The arms with their losses, saved bytes and times.
+        processes: The number of trainings at a time, each with one thread, so that losses do not depend on the number of cores.
 
     Raises:
         InputError: A number is out of range.
@@ -133,7 +123,7 @@ def _run(settings, corpus, task, step) -> tuple[training.Run, tuple[int, int] | 
 
 
 def _arm(empty: Arm, results) -> Arm:
-    """Return a copy of an arm that contains its results, a list of what `_run` returned for each seed."""
+    """Return a copy of an arm with its results, what `_run` returned for each seed."""
     runs, saved, seconds = zip(*results, strict=True)
     activation_bytes, model_bytes = saved[0]
     return replace(
@@ -146,7 +136,7 @@ def _arm(empty: Arm, results) -> Arm:
 
 
 def _counted(model, settings, corpus) -> tuple[int, int]:
-    """Return (bytes of the GELUs, bytes of the whole model) that one training step saves for the backward pass."""
+    """Return the bytes that one step saves: those of the GELUs, and of the whole model."""
     characters, _ = corpus.held_out_batch(settings.batch, settings.context)
     saved = saved_bytes(model, characters)
     names = {name for name, module in model.named_modules() if isinstance(module, nn.GELU)}
@@ -154,7 +144,7 @@ def _counted(model, settings, corpus) -> tuple[int, int]:
 
 
 def _stored(settings) -> dict | None:
-    """Return the stored results if they have these settings and several seeds, else None."""
+    """Return the stored results if they have these settings and several seeds."""
     try:
         document = json.loads(STORED.read_text(encoding="utf-8"))
         fits = document["settings"] == asdict(settings) and document["arms"][0]["std"] is not None
@@ -165,7 +155,7 @@ def _stored(settings) -> dict | None:
 
 @contextmanager
 def one_thread():
-    """Return a context manager for a `with` block in which torch uses one thread."""
+    """Return a context manager in which torch uses one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

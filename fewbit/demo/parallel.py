@@ -1,7 +1,4 @@
-"""A function that runs tasks in several processes and reports their progress.
-
-A task reports each step that it has done by calling a function `step`.
-"""
+"""A function that runs tasks in several processes and reports their progress."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ from contextlib import contextmanager
 from fewbit.errors import FewbitError
 
 POLL = 0.2
-"""Seconds between two progress updates from the processes."""
+"""Seconds between progress updates."""
 
 _worker = None
 
 
 class Stopped(Exception):
-    """Raised by `step` in a worker process, to end the task after another task failed or the user interrupted."""
+    """Raised by `step` in a worker, to end the task after a failure or an interrupt."""
 
 
 def run_all(
@@ -32,8 +29,7 @@ def run_all(
     """Return `[work(task, step) for task in tasks]`, computed in several processes.
 
     Args:
-        work: A function of a task and of a function `step`. It calls `step(number of steps done)` after each step of
-            the task. It must be picklable if there are several processes.
+        work: A function, picklable if there are several processes, that calls `step(steps done)` after each step of the task.
         tasks: The tasks. They are started in reverse order, so the slowest tasks should be last.
         processes: The number of processes. With 1 the tasks run in this process, in order.
         progress: Called in this process as `progress(index of a task, number of steps done in that task)`.

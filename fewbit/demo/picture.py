@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def draw_demo(figure, demo: Demo) -> None:
-    """Draw the training curves and the differences of the final losses into an empty figure."""
+    """Draw the training curves and the differences of the final losses."""
     figure.set_size_inches(9.2, 3.9)
     left, right = figure.subplots(1, 2, width_ratios=[1.7, 1])
     colors = _colors(len(demo.arms))

@@ -1,8 +1,4 @@
-"""The result of the demo: trainings with exact and with few-bit activations, compared.
-
-An arm is one setting, trained from every seed. The exact arm has torch's own activations. The stored results are those
-in benchmarks/results/demo.json, which is part of a checkout but not of the package.
-"""
+"""The result of the demo. An arm is one setting, trained from every seed; the exact arm has torch's own activations."""
 
 from __future__ import annotations
 
@@ -31,14 +27,13 @@ class Arm:
     """One setting, trained from every seed.
 
     Attributes:
-        bits: The bits of few-bit GELUs; None if the model is built with torch.nn.GELU.
-        activation_bytes: The bytes that the GELUs save for backward in one step, as `fewbit.saved_bytes` counts
-            them.
+        bits: The bits of few-bit GELUs, or None.
+        activation_bytes: The bytes that the GELUs save for backward in one step, as `fewbit.saved_bytes` counts.
         model_bytes: The bytes that the whole model saves.
         runs: The trainings, in the order of the seeds.
         seconds: The time of all trainings of the arm together, in seconds.
-        everything: If `compress_` has converted the whole model, the bits of the inputs that layers save; else None.
-        level: The level of ActNN at which `compress_` has converted the model. Meaningless if `everything` is None.
+        everything: The bits with which `compress_` has converted the whole model, or None.
+        level: The level of ActNN at which `compress_` has converted the model.
     """
 
     bits: int | None
@@ -61,28 +56,25 @@ class Arm:
 
     @property
     def finals(self) -> list[float]:
-        """The final loss of each training, in nats per character."""
+        """The final losses, in nats per character."""
         return [run.final for run in self.runs]
 
     @property
     def mean(self) -> float:
-        """The mean final loss, in nats per character."""
+        """The mean final loss."""
         return statistics.fmean(self.finals)
 
     @property
     def std(self) -> float | None:
-        """The sample standard deviation of the final losses over seeds; None for one seed."""
+        """Their sample standard deviation over seeds; None for one seed."""
         return statistics.stdev(self.finals) if len(self.runs) > 1 else None
 
     def differences(self, exact: Arm) -> list[float]:
-        """Return the final loss of this arm minus that of the exact arm, for each seed."""
+        """Return this arm's final loss minus the exact arm's, for each seed."""
         return [ours - theirs for ours, theirs in zip(self.finals, exact.finals, strict=True)]
 
     def curve(self) -> tuple[list[float], list[float]]:
-        """Return (steps, losses), the training loss averaged over seeds and over blocks of consecutive steps.
-
-        A block is represented by its middle step.
-        """
+        """Return (middle steps of blocks, training losses averaged over seeds and blocks)."""
         runs = zip(*(run.train for run in self.runs), strict=True)
         losses = [statistics.fmean(step) for step in runs]
         size = max(1, len(losses) // CURVE_POINTS)
@@ -93,7 +85,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """The unit of differences between losses: the standard deviation of the exact arm's final loss over seeds.
+    """The standard deviation of the exact arm's final loss over seeds, the unit of differences between losses.
 
     Attributes:
         std: The standard deviation, in nats per character.
@@ -126,7 +118,7 @@ class Demo(Result):
 
     @property
     def exact(self) -> Arm:
-        """The arm with torch's own activations."""
+        """The arm with torch's activations."""
         return self.arms[0]
 
     @property
@@ -136,15 +128,12 @@ class Demo(Result):
 
     @property
     def seconds(self) -> float:
-        """The time of all trainings together, in seconds."""
+        """The seconds of all trainings together."""
         return sum(arm.seconds for arm in self.arms)
 
     @property
     def yardstick(self) -> Yardstick | None:
-        """The standard deviation of the exact arm's final loss over the seeds.
-
-        If there is only one seed, this is the stored standard deviation, or None if there are no stored results.
-        """
+        """The unit of differences: of this run, or for one seed of the stored results; None without these."""
         if self.exact.std is not None:
             return Yardstick(self.exact.std, self.seeds, stored=False)
         if self.stored is None:
@@ -152,16 +141,13 @@ class Demo(Result):
         return Yardstick(self.stored["arms"][0]["std"], self.stored["seeds"], stored=True)
 
     def distance(self, arm: Arm) -> float | None:
-        """Return an arm's mean final loss minus the exact arm's, in standard deviations (`yardstick`).
-
-        Return None if there is no yardstick, or if its standard deviation is 0.
-        """
+        """Return an arm's mean final loss minus the exact arm's in units of `yardstick`, or None."""
         if self.yardstick is None or self.yardstick.std == 0:
             return None
         return statistics.fmean(arm.differences(self.exact)) / self.yardstick.std
 
     def to_dict(self) -> dict:
-        """Return everything as plain values. Losses are in nats per character."""
+        """Return everything as plain values."""
         return {
             "machine": {
                 "system": platform.platform(terse=True),
@@ -184,7 +170,7 @@ class Demo(Result):
     document = to_dict
 
     def records(self) -> list[dict]:
-        """Return a dict for each arm, with the name, the bits, the saved bytes and the losses."""
+        """Return a dict for each arm."""
         return [self._record(arm) for arm in self.arms]
 
     def _record(self, arm: Arm) -> dict:
@@ -210,7 +196,7 @@ class Demo(Result):
         return {"finals": arm.finals, "curve": curve}
 
     def view(self) -> View:
-        """Return a table with the saved bytes and the final losses of each arm, and notes that explain the verdict."""
+        """Return a table of the arms, and notes that explain the verdict."""
         columns = (
             Column("setting", lambda arm: arm.name, "word"),
             Column("GELU bytes", lambda arm: amount(arm.activation_bytes), drop=1),
@@ -266,7 +252,7 @@ class Demo(Result):
         yield f"{self.seconds:.0f} s of training, each on one thread, backend {self.backend}."
 
     def _stored_verdict(self) -> Iterator[str]:
-        """Yield a line for each arm with its mean difference in the stored results, beside a run of one seed."""
+        """Yield, for a run of one seed, each arm's mean difference in the stored results."""
         yield f"mean differences of those {self.stored['seeds']} seeds, ± their standard deviation:"
         names = {arm.name for arm in self.arms}
         arms = [arm for arm in self.stored["arms"][1:] if arm["name"] in names]

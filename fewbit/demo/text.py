@@ -1,4 +1,4 @@
-"""The text of the demo: English help texts that come with CPython. Batches are windows of consecutive characters."""
+"""The text of the demo: English help texts that come with CPython."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Corpus:
 
     @classmethod
     def from_text(cls, text: str) -> Corpus:
-        """Make the corpus of a text. Its alphabet has all characters of the text, also of the held-out part."""
+        """Make the corpus of a text."""
         alphabet = "".join(sorted(set(text)))
         number = {character: i for i, character in enumerate(alphabet)}
         numbers = torch.tensor([number[character] for character in text])
@@ -37,29 +37,20 @@ class Corpus:
         return cls(alphabet, numbers[:cut], numbers[cut:])
 
     def batch(self, size: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return random windows of `train`.
-
-        Args:
-            size: The number of windows.
-            context: The number of characters of a window.
-            generator: The generator that draws the positions of the windows.
-
-        Returns:
-            The characters, and for each of them the next character; both (size, context) int64.
-        """
+        """Return `size` random windows of `train` with `context` characters, and for each character the next; both (size, context) int64."""
         starts = torch.randint(len(self.train) - context, (size,), generator=generator)
         windows = self.train[starts[:, None] + torch.arange(context + 1)]
         return windows[:, :-1], windows[:, 1:]
 
     def held_out_batch(self, size: int, context: int) -> tuple[Tensor, Tensor]:
-        """Return `size` evenly spaced windows of `held_out`, in the form that `batch` returns."""
+        """Return `size` evenly spaced windows of `held_out`, as `batch` does."""
         starts = torch.linspace(0, len(self.held_out) - context - 1, size).long()
         windows = self.held_out[starts[:, None] + torch.arange(context + 1)]
         return windows[:, :-1], windows[:, 1:]
 
 
 def python_topics() -> Corpus:
-    """Return the corpus of the help texts that Python lists by `help("topics")`, in alphabetical order of the topics.
+    """Return the corpus of the help texts that Python lists by `help("topics")`.
 
     Raises:
         FewbitError: This Python comes without these texts.

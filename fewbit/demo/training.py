@@ -68,7 +68,7 @@ class Run:
 
 
 def build(corpus: Corpus, settings: Settings, activation: Callable[[], nn.Module], seed: int):
-    """Build the transformer on the CPU. The initial parameters depend on the seed, not on the activation."""
+    """Build the transformer. Its initial parameters depend on the seed, not on the activation."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return CharTransformer(
@@ -82,19 +82,13 @@ def build(corpus: Corpus, settings: Settings, activation: Callable[[], nn.Module
 
 
 def loss(model: nn.Module, characters, following) -> torch.Tensor:
-    """Return the mean cross entropy per character, in nats.
-
-    Args:
-        model: The model.
-        characters: The characters, (size, context) int64.
-        following: For each character the next one, (size, context) int64.
-    """
+    """Return the mean cross entropy of `following`, the next characters, in nats; both (size, context) int64."""
     return cross_entropy(model(characters).flatten(0, 1), following.flatten())
 
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, corpus: Corpus, settings: Settings) -> float:
-    """Return the mean cross entropy per character over the held-out windows, in nats."""
+    """Return the mean cross entropy over the held-out windows, in nats."""
     model.eval()
     pairs = corpus.held_out_batch(settings.held_out_windows, settings.context)
     chunks = zip(*(tensor.split(64) for tensor in pairs), strict=True)
@@ -112,17 +106,8 @@ def train(
 ) -> Run:
     """Train a model in place with AdamW. The learning rate grows linearly, then falls to zero along a cosine.
 
-    The batches and all random numbers in the training depend on the seed alone. torch's random state is restored.
-
-    Args:
-        model: The model.
-        corpus: The text.
-        settings: The settings.
-        seed: The seed of the batches and of random rounding.
-        progress: Called after every step with the number of steps done.
-
-    Returns:
-        The losses of the training run.
+    Batches and random rounding depend on the seed alone, and torch's random state is restored. `progress` is called after every step with the
+    number of steps done.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -148,7 +133,7 @@ def train(
 
 
 def _rate(step: int, settings: Settings) -> float:
-    """Return the learning rate of a step, counted from 0, divided by the largest learning rate."""
+    """Return a step's learning rate, divided by the largest."""
     done = (step + 1) / settings.steps
     if done < settings.warmup:
         return done / settings.warmup

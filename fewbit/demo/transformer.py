@@ -1,4 +1,4 @@
-"""A small causal transformer over characters, in plain torch.nn. Norms precede attention and MLPs (pre-norm)."""
+"""A small causal transformer over characters, in plain torch.nn, with norms before attention and MLPs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Causal self-attention, then an MLP with 4 * width hidden units.
-
-    Each has a layer norm before it and a residual connection around it.
-    """
+    """Causal self-attention, then an MLP with 4 * width hidden units, each after a layer norm and with a residual connection."""
 
     def __init__(self, width: int, heads: int, activation: Callable[[], nn.Module]):
         super().__init__()
@@ -26,7 +23,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output, (batch, context, width) like x."""
+        """Return the output, (batch, context, width) like x."""
         x = x + self._attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
@@ -45,7 +42,7 @@ class CharTransformer(nn.Module):
         width: The width of the residual stream.
         depth: The number of blocks.
         heads: The number of attention heads in a block.
-        activation: The class of the activation modules, such as `torch.nn.GELU`, or a function that makes one.
+        activation: The class of the activation modules, or a function that makes one.
     """
 
     def __init__(
@@ -67,10 +64,6 @@ class CharTransformer(nn.Module):
             nn.init.normal_(embedding, std=0.02)  # as in GPT-2
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Return the logits of the next characters, (batch, context, vocabulary).
-
-        Args:
-            characters: (batch, context) int64.
-        """
+        """Return logits, (batch, context, vocabulary), for characters (batch, context) int64."""
         x = self.characters(characters) + self.positions[: characters.shape[1]]
         return self.head(self.norm(self.blocks(x)))

@@ -21,10 +21,9 @@ Flat = Callable[[np.ndarray], np.ndarray]
 
 
 def adapted(f: Callable, name: str, domain: tuple[float, float]) -> tuple[Flat, Flat | None]:
-    """Return two functions of float64 arrays (n,): f, and the derivative of f by torch's autograd.
+    """Return f and its derivative by torch's autograd as functions of float64 arrays (n,).
 
-    The derivative is None if f takes arrays or floats instead of tensors. To find out which of these f takes, f is
-    called with 7 points of the domain. The name is for error messages.
+    The derivative is None if f takes arrays or floats instead of tensors, which is found out with 7 points of the domain.
     """
     if _is_torch_module(f):
         return _torch_pair(copy.deepcopy(f).double().eval(), name)
@@ -143,14 +142,14 @@ def _check_output(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress NumPy's floating-point warnings and all other warnings while the user's code runs."""
+    """Suppress all warnings while the user's code runs."""
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def any_shape(f: Flat) -> Callable[[np.ndarray], np.ndarray]:
-    """Extend f, which takes flat arrays (n,), to numbers and to arrays of any shape."""
+    """Extend f, which takes flat arrays (n,), to numbers and arrays of any shape."""
 
     def call(x: np.ndarray) -> np.ndarray:
         x = np.asarray(x, dtype=np.float64)

@@ -1,13 +1,8 @@
 """Make a `Function` from a user's activation f, written in NumPy, in torch, or for single floats.
 
-- The derivative is the one that the user gives, else that of torch's autograd, else that of a piecewise polynomial
-  (`fewbit.functions.panels`), with an estimated error of at most 1e-10 of max |f'|. The estimate assumes that no feature of f is
-  narrower than twice the distance between samples, 1/131,072 of the domain. A given derivative and that of autograd are compared with
-  f: between neighboring points of about 130,000, its integral must equal the change of f within 1e-7 of max |f'| times the distance.
-  Then it is treated as exact.
-- The kinks are those that the user gives, or are searched for. If f' can be evaluated, its jumps are exact floats; otherwise a
-  kink is the point at which polynomials fitted on both sides meet, rounded to a short decimal if possible.
-- The slopes are estimated (`fewbit.functions.numerical.limit_of_slope`).
+The derivative is the user's or autograd's, compared with f at about 130,000 points (1e-7 of max |f'|) and then treated as exact, or
+else that of a piecewise polynomial, with an estimated error of at most 1e-10 of max |f'|. The estimate assumes that no feature of f
+is narrower than 1/65,536 of the domain.
 """
 
 import importlib
@@ -82,9 +77,7 @@ def from_callable(
     kinks: Sequence[float] | None = None,
     domain: tuple[float, float] = _DOMAIN,
 ) -> Function:
-    """Check an activation f on the domain, and return its `Function`, as the module's docstring describes it.
-
-    A torch module is used as a copy in float64 and evaluation mode.
+    """Check an activation f on the domain, and return its `Function`. A torch module is copied in float64 and evaluation mode.
 
     Raises:
         FunctionError: f is not pointwise, not finite or not continuous on the domain, or its derivative cannot be
@@ -136,11 +129,10 @@ def from_callable(
 
 
 def import_callable(path: str) -> Callable:
-    """Import the module of a callable, which runs the module's code, and return the callable.
+    """Import and return a callable. The current directory is added to sys.path, as with python -m.
 
     Args:
-        path: "package.module:function". Modules in the current directory are found too: the directory is added to
-            sys.path, as with python -m.
+        path: "package.module:function".
 
     Raises:
         FunctionError: The path has another form, the import fails, or the object is not callable.
@@ -164,15 +156,7 @@ def import_callable(path: str) -> Callable:
 
 
 def misfit_of(f: Callable, arguments: int) -> str:
-    """Explain why f cannot be called with the given number of positional arguments.
-
-    Args:
-        f: A callable.
-        arguments: The number of arguments.
-
-    Returns:
-        The explanation, or "" if f accepts the arguments or is a built-in function without a signature.
-    """
+    """Explain why f cannot be called with `arguments` positional arguments; "" if it can, or has no signature."""
     try:
         inspect.signature(f).bind(*[None] * arguments)
     except TypeError as error:
@@ -183,10 +167,7 @@ def misfit_of(f: Callable, arguments: int) -> str:
 
 
 def qualified_name(f: object) -> str:
-    """Return the path with which `import_callable` finds f.
-
-    If there is no such path, the result is the bare name of f, or "callable" if f has no name.
-    """
+    """Return the path with which `import_callable` finds f, else its bare name, else "callable"."""
     bare = getattr(f, "__name__", None)
     module_name = getattr(f, "__module__", None)
     # In another process, __main__ is another module.
@@ -243,7 +224,7 @@ def _check_finite(name: str, f: Flat, mesh: np.ndarray) -> None:
 
 
 def _check_pointwise(name: str, f: Flat, mesh: np.ndarray) -> None:
-    """Raise FunctionError if the result for an element depends on other elements, or changes from call to call."""
+    """Raise FunctionError if a result depends on other elements, or changes from call to call."""
     y, part = f(mesh), f(mesh[::3])
     bad = np.flatnonzero(np.abs(y[::3] - part) > 1e-12 * np.max(np.abs(y)))
     if bad.size:
@@ -273,12 +254,7 @@ def _pieces(
     given: list[float] | None,
     domain: tuple[float, float],
 ) -> tuple[list[float], Panels]:
-    """Return (kinks, polynomials between them that approximate f', or f if `slope` is None). `given` kinks are not searched for.
-
-    Raises:
-        FunctionError: Kinks are given, and f' jumps at another point; or no polynomials are accurate enough; or there are too
-            many kinks.
-    """
+    """Return (kinks, polynomials between them that approximate f', or f if `slope` is None). `given` kinks are not searched for."""
     known = given or []
     if slope is not None:
         also = [x for piece in segments(domain, known) for x in jumps(slope, *piece)]
@@ -319,7 +295,7 @@ def _check_given(name: str, given: list[float] | None, also: list[float], choice
 
 
 def _check_integral(name: str, f: Flat, slopes: Panels, remedy: str) -> None:
-    """Raise FunctionError, which ends in `remedy`, if the integral of f' between neighbors of a mesh is not f's change."""
+    """Raise FunctionError, ending in `remedy`, if the integral of f' between neighbors of a mesh is not f's change."""
     mesh = np.linspace(slopes.left[0], slopes.right[-1], RESOLUTION)
     x = np.union1d(mesh, slopes.points(16))
     left, right = x[:-1], x[1:]

@@ -47,14 +47,7 @@ _SERIES = (
 
 
 def erfcx(x) -> np.ndarray:
-    """Compute exp(x^2) erfc(x) with a relative error of about 1e-15.
-
-    Args:
-        x: float64 of any shape, 0 or more.
-
-    Returns:
-        float64 of x's shape.
-    """
+    """Compute exp(x^2) erfc(x) for x >= 0, with a relative error of about 1e-15."""
     x = np.asarray(x, np.float64)
     flat, result = x.ravel(), np.empty(x.size)
     for start in range(0, x.size, _CHUNK):
@@ -78,13 +71,12 @@ def _series(x: np.ndarray) -> np.ndarray:
 def gauss(x: np.ndarray) -> np.ndarray:
     """Return exp(-x**2 / 2) for |x| <= 40.
 
-    Rounding x**2 would cause a relative error of up to 1e-13 at large |x|. Therefore x is split into a head, which has
-    at most 18 bits, and the difference x - head. Then head**2 and x - head are exact.
+    x is split into a head with at most 18 bits, whose square is exact, and a rest; rounding x**2 would cost up to 1e-13.
     """
     head = np.rint(x * 4096.0) / 4096.0
     return np.exp(-0.5 * head * head) * np.exp(-0.5 * (x - head) * (x + head))
 
 
 def normal_tail(x: np.ndarray) -> np.ndarray:
-    """Return the standard normal distribution function at x, for -40 <= x <= 0."""
+    """Return the normal distribution function for -40 <= x <= 0."""
     return 0.5 * erfcx(-SQRT_HALF * x) * gauss(x)

@@ -1,4 +1,4 @@
-"""The class `Function`, which describes a function f, and helpers that make and register Functions from formulas."""
+"""The class `Function`, and helpers that make and register Functions from formulas."""
 
 from __future__ import annotations
 
@@ -12,25 +12,20 @@ from fewbit.errors import FunctionError
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A pointwise function f, its derivative f', and the properties of f' that a solver uses.
-
-    Two Functions are equal only if they are the same object.
+    """A pointwise function f, its derivative f', and properties of f'. Two Functions are equal only if they are the same object.
 
     Attributes:
         name: The canonical name, or the name of a user's callable.
         parameters: All parameters by torch's names, defaults included.
-        value: Computes f of a float or an array. Returns float64 of the argument's shape. NaN gives NaN, and an
-            infinity gives the limit of f.
+        value: Computes f of a float or an array, float64 in its shape. NaN gives NaN, and an infinity the limit of f.
         derivative: Computes f' in the same way. At a kink the result is the value of torch's backward pass.
         kinks: The points at which f' jumps or is not smooth, ascending.
-        slopes: The limits of f' at minus and plus infinity. A limit is infinite if f' grows without bound, and nan if
-            it is not known.
+        slopes: The limits of f' at minus and plus infinity: infinite if f' grows without bound, nan if unknown.
         domain: The interval (low, high) on which a table approximates f' by default.
         reference: The definition of f: a torch or transformers class, and the paper.
         even_derivative: Whether f'(-x) equals f'(x).
         accuracy: The estimated largest error of `derivative` on the domain; 0 for a formula.
-        panels: For a user's callable, the ascending ends of the intervals on each of which one polynomial approximates
-            f or f'. Empty for a formula.
+        panels: For a user's callable, the ascending ends of the polynomials that approximate f or f', else empty.
     """
 
     name: str
@@ -56,8 +51,8 @@ def named(module: str | None) -> Callable:
     """Return a decorator that registers a builder, which makes a `Function` from parameters, under its Python name.
 
     Args:
-        module: The name of the activation's module class in `fewbit.nn.activations`, or None if there is no such class.
-            If torch.nn has a class with the same name, `compress_` converts modules of torch's class.
+        module: The name of the activation's class in `fewbit.nn.activations`, or None. `compress_` converts modules of the
+            class of this name in torch.nn.
     """
 
     def register(builder: Callable[..., Function]) -> Callable[..., Function]:
@@ -70,21 +65,14 @@ def named(module: str | None) -> Callable:
 
 
 def require(condition: bool, name: str, expected: str, **got: float) -> None:
-    """Check parameters of a function, and raise FunctionError if the condition is false.
-
-    Args:
-        condition: Whether the parameters are valid.
-        name: The name of the function, for the message.
-        expected: The valid parameters in words, for the message.
-        **got: The given parameters.
-    """
+    """Raise FunctionError if the condition is false: function `name` expected `expected` and got `got`."""
     if not condition:
         came = ", ".join(f"{key}={number!r}" for key, number in got.items())
         raise FunctionError(f"{name}: expected {expected}, got {came}")
 
 
 def _elementwise(f: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
-    """Extend f, which takes float64 arrays without NaN, to numbers and NaN. Underflow and overflow are correct results."""
+    """Extend f, which takes float64 arrays without NaN, to numbers and NaN."""
 
     def call(x: np.ndarray) -> np.ndarray:
         x = np.asarray(x, dtype=np.float64)
@@ -106,7 +94,7 @@ def make_function(
     domain: tuple[float, float] | None = None,
     even: bool = False,
 ) -> Function:
-    """Make a `Function` from formulas. Its name and its parameters stay empty; `registry.get` fills them in.
+    """Make a `Function` from formulas; `registry.get` fills in its name and parameters.
 
     Args:
         value: The formula of f for float64 arrays without NaN, which may contain infinities. It must not divide by
@@ -132,6 +120,6 @@ def make_function(
 
 
 def domain_around(*points: float, reach: float = 10.0) -> tuple[float, float]:
-    """Return the smallest symmetric domain that contains [-10, 10], [-reach, reach] and 1.2 times each of `points`."""
+    """Return the smallest symmetric domain with [-10, 10], [-reach, reach] and 1.2 times each of `points`."""
     half = max(10.0, reach, *(1.2 * abs(point) for point in points))
     return (-half, half)

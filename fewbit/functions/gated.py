@@ -1,4 +1,4 @@
-"""Functions f(x) = x g(x) with a function g between 0 and 1, the gate: GELU, SiLU and similar functions."""
+"""Functions f(x) = x g(x) with a gate g between 0 and 1: GELU, SiLU and similar functions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ _EXP_END = 800.0
 def _gated(
     lower: Callable[[np.ndarray], np.ndarray], lower_slope: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]:
-    """Return f(x) = x g(x) and f', from formulas of f and f' for x <= 0, for a gate with g(-x) = 1 - g(x).
-
-    For x > 0, f(x) = x + f(-x) and f'(x) = 1 - f'(-x), which lose no accuracy.
-    """
+    """Return f and f' from their formulas for x <= 0, if g(-x) = 1 - g(x): f(x) = x + f(-x) and f'(x) = 1 - f'(-x)."""
 
     def value(x: np.ndarray) -> np.ndarray:
         return np.maximum(x, 0.0) + lower(-np.abs(x))
@@ -37,7 +34,6 @@ def _gated_function(
     lower_slope: Callable[[np.ndarray], np.ndarray],
     reference: str,
 ) -> Function:
-    """Make the Function of f(x) = x g(x), whose f' has the limits 0 and 1, from the formulas that `_gated` takes."""
     return make_function(*_gated(lower, lower_slope), slopes=(0.0, 1.0), reference=reference)
 
 
@@ -53,14 +49,14 @@ def _gelu_lower_slope(x: np.ndarray) -> np.ndarray:
 
 @named(module="GELU")
 def gelu() -> Function:
-    """Return the function x * (standard normal distribution function at x)."""
+    """The function x times the standard normal distribution function at x."""
     return _gated_function(
         _gelu_lower, _gelu_lower_slope, "torch.nn.GELU; Hendrycks and Gimpel, arXiv:1606.08415"
     )
 
 
 def _tanh_gelu(scale: float, reference: str) -> Function:
-    """Return the function x (1 + tanh(u)) / 2 = x sigmoid(2 u), with u = scale (x + 0.044715 x**3)."""
+    """Return x (1 + tanh(u)) / 2 = x sigmoid(2 u), with u = scale (x + 0.044715 x**3)."""
 
     def gate(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         x = np.maximum(x, -30.0)  # sigmoid(2 u) underflows at -21.6
@@ -79,7 +75,7 @@ def _tanh_gelu(scale: float, reference: str) -> Function:
 
 @named(module=None)
 def gelu_tanh() -> Function:
-    """Return torch's approximation of `gelu` by tanh."""
+    """Torch's approximation of `gelu` by tanh."""
     return _tanh_gelu(
         math.sqrt(2.0 / math.pi),
         "torch.nn.GELU(approximate='tanh'); Hendrycks and Gimpel, arXiv:1606.08415",
@@ -88,13 +84,13 @@ def gelu_tanh() -> Function:
 
 @named(module="FastGELU")
 def gelu_fast() -> Function:
-    """Return `gelu_tanh` with sqrt(2 / pi) rounded to ten digits, which changes f' by up to 1e-12."""
+    """The function `gelu_tanh` with sqrt(2 / pi) rounded to ten digits, which changes f' by up to 1e-12."""
     return _tanh_gelu(0.7978845608, "transformers gelu_fast; github.com/hendrycks/GELUs")
 
 
 @named(module="ClippedGELU")
 def gelu_10() -> Function:
-    """Return `gelu` with its result clipped to [-10, 10]."""
+    """The function `gelu`, clipped to [-10, 10]."""
     value, derivative = _gated(_gelu_lower, _gelu_lower_slope)
     return make_function(
         lambda x: np.minimum(value(x), 10.0),  # gelu is never as low as -10
@@ -119,7 +115,7 @@ def _silu_lower_slope(x: np.ndarray) -> np.ndarray:
 
 @named(module="QuickGELU")
 def quick_gelu() -> Function:
-    """Return the function x sigmoid(1.702 x)."""
+    """The function x sigmoid(1.702 x)."""
     return _gated_function(
         lambda x: _silu_lower(1.702 * np.maximum(x, -_EXP_END)) / 1.702,
         lambda x: _silu_lower_slope(1.702 * np.maximum(x, -_EXP_END)),
@@ -129,7 +125,7 @@ def quick_gelu() -> Function:
 
 @named(module="SiLU")
 def silu() -> Function:
-    """Return the function x sigmoid(x)."""
+    """The function x sigmoid(x)."""
     return _gated_function(
         _silu_lower, _silu_lower_slope, "torch.nn.SiLU; Elfwing et al., arXiv:1702.03118"
     )
@@ -137,7 +133,7 @@ def silu() -> Function:
 
 @named(module="Hardswish")
 def hardswish() -> Function:
-    """Return the function x hardsigmoid(x)."""
+    """The function x hardsigmoid(x)."""
 
     def value(x: np.ndarray) -> np.ndarray:
         inner = np.clip(x, -3.0, 3.0)
@@ -158,13 +154,9 @@ def hardswish() -> Function:
 
 @named(module="Mish")
 def mish() -> Function:
-    """Return the function x t(x), with t = tanh(log(1 + w)) = w (w + 2) / (w (w + 2) + 2) and w = e^x.
-
-    For x > 0 the formulas use 1 / w, so that no exponential overflows.
-    """
+    """The function x t(x), with t = tanh(log(1 + w)) = w (w + 2) / (w (w + 2) + 2) and w = e^x; 1 / w for x > 0, against overflow."""
 
     def gate(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return t and its derivative."""
         e = np.exp(-np.abs(x))
         below = e * (e + 2.0) + 2.0
         above = 1.0 + 2.0 * e * (1.0 + e)

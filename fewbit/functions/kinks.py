@@ -1,8 +1,7 @@
 """Find the kinks of a function of one number: the points at which the function or one of its derivatives jumps.
 
-`jumps` finds the jumps of a function that can be evaluated, to the exact float, by halving intervals. `find_bends` finds the jumps of a
-derivative: it approximates the function by polynomials on panels (`fewbit.functions.panels`). Around a kink a gap remains, because no
-polynomial approximates a corner; the kink is placed at the point at which polynomials fitted on both sides of the gap meet.
+`jumps` halves intervals down to adjacent floats. `find_bends` approximates the function by polynomials on panels: no polynomial
+approximates a corner, and the kink is placed where polynomials fitted on both sides of the remaining gap meet.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ _ROUNDS = 4
 
 
 def segments(domain: tuple[float, float], points: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the intervals (start, end) into which the points divide the domain.
-
-    A start or end that is one of the points is moved to the next float inside, so that no interval contains a point.
-    """
+    """Return the intervals between points of the domain, without the points themselves."""
     low, high = domain
     inside = sorted(point for point in points if low <= point <= high)
     starts = [low, *(math.nextafter(point, math.inf) for point in inside)]
@@ -40,7 +36,7 @@ def segments(domain: tuple[float, float], points: Sequence[float]) -> list[tuple
 
 
 def wide_mesh(low: float, high: float) -> np.ndarray:
-    """Return 1025 evenly spaced points from low to high, and geometrically spaced points around zero."""
+    """Return 1025 even points from low to high, and geometrically spaced points around zero."""
     fine = np.geomspace(1e-12, 0.1, 45)
     mesh = np.unique(np.concatenate([np.linspace(low, high, 1025), -fine, [0.0], fine]))
     return mesh[(mesh >= low) & (mesh <= high)]
@@ -52,8 +48,7 @@ def wide_mesh(low: float, high: float) -> np.ndarray:
 def jumps(g: Flat, low: float, high: float, least: float | None = None) -> list[float]:
     """Find the points at which g jumps by more than `least` (default: 1e-7 of max |g|).
 
-    Every interval of `wide_mesh` is halved repeatedly, keeping the half in which g changes more, down to adjacent floats. At a jump the
-    change remains. Of the two floats, the one with the shorter decimal is returned.
+    Of the two adjacent floats around a jump, the one with the shorter decimal is returned.
     """
     mesh = wide_mesh(low, high)
     y = g(mesh)
@@ -84,7 +79,7 @@ def jumps(g: Flat, low: float, high: float, least: float | None = None) -> list[
 
 
 def halfway(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return the float halfway between left and right in the list of all floats; 64 halvings reach adjacent floats."""
+    """Return the float halfway between left and right in the list of all floats."""
     lowest = np.iinfo(np.int64).min
     a, b = ((np.where(i < 0, lowest - i, i)) for i in (left.view(np.int64), right.view(np.int64)))
     middle = (a >> 1) + (b >> 1) + (a & b & 1)
@@ -99,12 +94,11 @@ def find_bends(
 ) -> tuple[dict[float, int], Panels]:
     """Find the points at which a derivative of g jumps, besides the known points, between which g is continuous.
 
-    `accuracy` is the largest allowed error of the polynomials relative to the largest |g| (order 0), or of their derivatives relative to
-    the largest derivative (order 1).
+    `accuracy` is the largest error of the polynomials relative to the largest |g| (order 0), or of their derivatives relative to the
+    largest derivative (order 1).
 
     Returns:
-        (found, panels). `found` maps each found point to the order of the lowest derivative of g that jumps there, 1 to 3, or to 1 if
-        g itself jumps. `panels` are the polynomials that approximate g between known and found points.
+        ({point: order of the lowest derivative that jumps there, 1 to 3, or 1 if g itself jumps}, the polynomials).
 
     Raises:
         Unresolved: If order is 1 and polynomials cannot approximate the derivative of g closely enough near some x.
@@ -140,7 +134,7 @@ def _meeting(
     order: int,
     extent: float,
 ) -> tuple[float, int]:
-    """Return (the point at which polynomials fitted on both sides of a gap meet, the order of the derivative that jumps), or (nan, 0)."""
+    """Return (the point at which polynomials of both sides of a gap meet, the order of the derivative that jumps), or (nan, 0)."""
     low, high = before[1], after[0]
     left = one_sided(g, low, before[0], allowed, order)
     right = one_sided(g, high, after[1], allowed, order)
@@ -180,10 +174,7 @@ def _meeting(
 
 
 def _vanishes(jump: float, order: int, left: Side, right: Side, place: float, gap: float) -> bool:
-    """Return whether a derivative may be continuous in the gap although the polynomials on both sides differ by `jump` at `place`.
-
-    If only the next derivative jumps, the two polynomials have the same derivative at the kink, but not away from it.
-    """
+    """Return whether a derivative may be continuous although both polynomials differ by `jump` at `place`."""
     if order == 3:
         return False
     after = right.slope(place, order + 1) - left.slope(place, order + 1)
@@ -192,7 +183,7 @@ def _vanishes(jump: float, order: int, left: Side, right: Side, place: float, ga
 
 
 def _decimal(place: float, spread: float, extent: float) -> float:
-    """Return a short decimal that equals `place` up to its uncertainty `spread`, or `place` if there is none."""
+    """Return a short decimal within `spread` of `place`, or `place`."""
     first = 1 - math.floor(math.log10(extent))
     for digits in range(first, first + 7):
         near = abs(round(place, digits) - place) <= 4.0 * spread

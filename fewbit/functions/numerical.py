@@ -1,8 +1,4 @@
-"""The numerical derivative f' of a user's function f, the limits of f', and whether f' is even.
-
-The numerical derivative is the derivative of the polynomials that approximate f on intervals, which are called panels
-(`fewbit.functions.panels`).
-"""
+"""The numerical derivative f' of a user's function f, the limits of f', and whether f' is even."""
 
 from __future__ import annotations
 
@@ -23,10 +19,9 @@ _ROUNDINGS = 8.0
 
 
 def numerical_derivative(f: Flat, panels: Panels, domain: tuple[float, float]) -> Flat:
-    """Return a function that computes f' as the derivative of the polynomials (`panels`) that approximate f.
+    """Return a function that computes f' as the derivative of the polynomials that approximate f.
 
-    At a point outside the domain, f' is the slope of a polynomial that interpolates f around this point. The error of
-    this slope is not estimated.
+    Outside the domain, f' is the slope of a polynomial around the point, whose error is not estimated.
     """
     low, high = domain
     slopes = panels.derivative()
@@ -49,10 +44,7 @@ def numerical_derivative(f: Flat, panels: Panels, domain: tuple[float, float]) -
 def with_flat_pieces(
     value: Flat, slope: Flat, panels: Panels, pieces: list[tuple[float, float]]
 ) -> tuple[Flat, float]:
-    """Return (f', its estimated largest error), with f' exactly constant on every interval of `pieces` on which f is a straight line.
-
-    Otherwise a function such as max(0, x) would get no exact table.
-    """
+    """Return (f', its estimated largest error), with f' exactly constant on every interval of `pieces` on which f is a straight line."""
     flat = []
     accuracy = panels.error
     largest = panels.derivative().largest()
@@ -83,10 +75,7 @@ def with_flat_pieces(
 
 
 def _is_straight(value: Flat, level: float, left: float, right: float) -> bool:
-    """Return whether f is a line with the slope `level` between left and right, up to rounding.
-
-    The samples are an even mesh, and points around 0 that are dense on every scale, where a narrow bend is most likely.
-    """
+    """Return whether f is a line with the slope `level` at an even mesh and at points dense around 0."""
     near = np.geomspace(1e-12, max(-left, right), 1025)
     x = np.concatenate([np.linspace(left, right, RESOLUTION), -near, near])
     x = np.unique(x[(x >= left) & (x <= right)])
@@ -101,7 +90,7 @@ def _is_straight(value: Flat, level: float, left: float, right: float) -> bool:
 def limit_of_slope(value: Flat, slope: Flat, sign: float) -> float:
     """Return the limit of f' at sign * infinity, estimated from f' at sign times 1e3, 1e4, 1e5 and 1e6.
 
-    It is a number if these values or their Aitken extrapolations settle, an infinity if they keep growing or overflow, and else nan.
+    It is an infinity if these values keep growing, and nan if neither they nor their Aitken extrapolations settle.
     """
     x = sign * np.array([1e3, 1e4, 1e5, 1e6])
     between = sign * 1e5 * np.sqrt([3.0, 19.0, 61.0, 211.0, 1117.0])
@@ -130,15 +119,11 @@ def limit_of_slope(value: Flat, slope: Flat, sign: float) -> float:
 
 
 def _short(x: float, within: float) -> float:
-    """Return x rounded to six decimals if this changes x by at most `within`, else x."""
     return round(x, 6) + 0.0 if abs(round(x, 6) - x) <= within else x
 
 
 def is_even(slope: Flat, kinks: list[float], domain: tuple[float, float], accuracy: float) -> bool:
-    """Return whether f'(-x) equals f'(x) on a mesh of the domain, up to twice `accuracy`, the largest error of f'.
-
-    Kinks are left out of the mesh, because f' has two limits at a kink.
-    """
+    """Return whether f'(-x) equals f'(x) on a mesh of the domain without the kinks, up to twice `accuracy`."""
     if domain[0] != -domain[1] or kinks != sorted(-kink + 0.0 for kink in kinks):
         return False
     x = np.setdiff1d(wide_mesh(0.0, domain[1]), np.abs(kinks))

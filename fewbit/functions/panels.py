@@ -1,9 +1,7 @@
 """Approximate a function f of one number by polynomials on intervals, which are called panels.
 
-On each panel f is interpolated twice, at 20 and at 28 Chebyshev points, spread over the panel and a quarter of its width on both sides
-(not beyond the segment on which f is smooth). A panel is kept if the two interpolants, or their derivatives, agree, and if the second
-agrees with f at every sample of an even mesh, and with the changes of f between samples. Otherwise the panel is halved. The distance of the
-interpolants is no proven bound, but it is large for both causes of error: a degree that is too low, and rounding of f.
+On each panel f is interpolated at 20 and at 28 Chebyshev points, spread over the panel and a quarter of its width on both sides. A panel
+is kept if the two interpolants, or their derivatives, agree with each other, and the second with f at an even mesh; else it is halved.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ class Unresolved(Exception):
     """Raised if polynomials on panels cannot approximate f closely enough near some x."""
 
     def __init__(self, place: float, allowed: float):
-        """Store an x near which f cannot be approximated, and the error that is allowed."""
         super().__init__(place, allowed)
         self.place, self.allowed = place, allowed
 
@@ -47,16 +44,15 @@ class Panels:
     """Polynomials that approximate a function f on adjacent intervals of the domain, the panels.
 
     Attributes:
-        left: The panels' lower ends (n,), ascending. A point at which two panels meet belongs to the panel on its
-            right. A point in a gap between two panels belongs to the panel on its left.
-        right: The panels' upper ends (n,).
+        left: The lower ends (n,), ascending. A point where two panels meet belongs to the right one, a point in a gap to the left one.
+        right: The upper ends (n,).
         center: (n,). Every polynomial is a Chebyshev series in t = (x - center) / half.
         half: (n,). Half of the length of the interval from t = -1 to t = 1, which contains the panel.
         coefficients: The Chebyshev series, (terms, n).
         error: The estimated largest error of the polynomials, or of their derivatives if `resolve_panels` got order 1.
         allowed: The largest error that was allowed for a panel.
-        unresolved: bool (n,). True for a panel that was kept although its polynomial does not agree with f. This
-            happens if the panel is as narrow as allowed, or if rounding of f causes the error.
+        unresolved: bool (n,). True for a panel that was kept although its polynomial does not agree with f, because the panel
+            is as narrow as allowed or rounding of f causes the error.
     """
 
     left: np.ndarray
@@ -69,7 +65,7 @@ class Panels:
     unresolved: np.ndarray
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """Evaluate the polynomials at x (m,). Outside the domain the outermost polynomials are extrapolated."""
+        """Evaluate the polynomials at x (m,). The outermost ones are extrapolated."""
         out = np.empty_like(x)
         for start in range(0, len(x), _BLOCK):
             part = x[start : start + _BLOCK]
@@ -83,11 +79,7 @@ class Panels:
         return replace(self, coefficients=_differentiated(self.coefficients) / self.half)
 
     def gaps(self, narrow: float) -> list[tuple[float, float]]:
-        """Return the intervals in which a kink of f is suspected.
-
-        A panel is suspect if it is at most `narrow` wide or is `unresolved`. Adjacent suspect panels form a group.
-        Every group gives one interval, which reaches from the first to the last of the group's narrowest panels.
-        """
+        """Return the intervals in which a kink is suspected: groups of panels at most `narrow` wide or `unresolved`."""
         found: list[tuple[float, float]] = []
         width = self.right - self.left
         odd = self.unresolved | (width <= narrow)
@@ -105,17 +97,17 @@ class Panels:
         return tuple(np.union1d(self.left, self.right).tolist())
 
     def largest(self) -> float:
-        """Return the largest absolute value of the polynomials at 33 points of every panel."""
+        """Return the largest |polynomial| at 33 points of every panel."""
         x = self.points(32)
         return float(np.abs(self(x)).max())
 
     def contain(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Return a bool array (m,): whether the interval from left[i] to right[i] lies within a single panel."""
+        """Return bool (m,): whether left[i] to right[i] lies within one panel."""
         at = self._at(left)
         return (self.left[at] <= left) & (right <= self.right[at])
 
     def integrals(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Return the integrals (m,) over the intervals from left[i] to right[i], which each lie within one panel."""
+        """Return the integrals (m,) from left[i] to right[i], each within one panel."""
         at = self._at(left)
         series = _integrated(self.coefficients)[:, at]
         ends = ((x - self.center[at]) / self.half[at] for x in (right, left))
@@ -126,7 +118,7 @@ class Panels:
         return np.clip(np.searchsorted(self.left, x, side="right") - 1, 0, len(self.left) - 1)
 
     def points(self, per_panel: int = 16) -> np.ndarray:
-        """Return `per_panel` + 1 points of every panel, ends included, which are dense enough to find all extrema."""
+        """Return `per_panel` + 1 points of every panel, ends included."""
         steps = 0.5 - 0.5 * np.cos(np.linspace(0.0, np.pi, per_panel + 1))
         return np.unique(self.left + (self.right - self.left) * steps[:, None])
 
@@ -185,11 +177,7 @@ def resolve_panels(
 
 
 class _Judge:
-    """Decides which panels are accurate enough.
-
-    The attribute `allowed` is the largest allowed error: the tolerance times the largest |f| or |f'| that was found so
-    far.
-    """
+    """Decides which panels are accurate enough. `allowed` is the tolerance times the largest |f| or |f'| found so far."""
 
     def __init__(self, f, segments, tolerance, order, narrowest):
         self.samples, self.values, self.spacing = _sampled(f, segments)
@@ -200,7 +188,7 @@ class _Judge:
         self.allowed = 0.0
 
     def __call__(self, fits: _Fits) -> tuple[np.ndarray, np.ndarray]:
-        """Return two bool arrays: the panels to keep, and those of them whose polynomial does not agree with f; or raise Unresolved."""
+        """Return the panels to keep, and those of them whose polynomial does not agree with f; or raise Unresolved."""
         order, left, right = self.order, fits.left, fits.right
         error = fits.errors[order]
         # The samples may miss the steepest place of f, so the interpolants raise the scale too. Inaccurate interpolants
@@ -251,7 +239,7 @@ class Side:
 
     Attributes:
         center: The polynomial is a Chebyshev series in t = (x - center) / half.
-        half: Half of the length of the interval of x from t = -1 to t = 1.
+        half: Half of the length of the interval from t = -1 to t = 1.
         coefficients: The Chebyshev series, (terms,).
         errors: The estimated errors of the polynomial and of its derivative.
         size: The largest |f| that was found in the interval.
@@ -264,7 +252,7 @@ class Side:
     size: float
 
     def slope(self, x: float, order: int) -> float:
-        """Return the derivative of the given order of the polynomial at x; order 0 is its value."""
+        """Return the derivative of the given order at x; order 0 is the value."""
         series = self.coefficients
         for _ in range(order):
             series = _differentiated(series)
@@ -273,7 +261,7 @@ class Side:
         )
 
     def noise(self, order: int) -> float:
-        """Estimate the error of `slope` with the same order, at an end of the interval."""
+        """Estimate the error of `slope` at an end of the interval."""
         amplified = _MORE**2 / self.half
         rounding = 4.0 * _EPS * (self.size + abs(self.center) + self.half)
         return (
@@ -283,11 +271,7 @@ class Side:
 
 
 def one_sided(f, near: float, far: float, allowed: float, order: int) -> Side | None:
-    """Interpolate f by one polynomial on an interval that starts at `near` and reaches towards `far`; return a `Side`, or None.
-
-    The interval is the longest that was tried on which the error of the polynomial (order 0) or of its derivative (order 1) is at most
-    `allowed`.
-    """
+    """Interpolate f from `near` towards `far`, as far as the error for `order` is at most `allowed`; return a `Side`, or None."""
     ends = near + (far - near) * 0.5 ** np.arange(40.0)
     ends = ends[np.abs(ends - near) > 1e-12 * (1.0 + abs(near))]
     left, right = np.minimum(near, ends), np.maximum(near, ends)
@@ -339,9 +323,9 @@ class _Fits:
         )
 
     def missed(self, samples, values, panels, slope):
-        """Return the largest |residual| in the given panels (m,), and the largest change of the residual between neighboring samples.
+        """Return the largest |residual|, polynomial minus f, and its largest change between neighboring samples, in the given panels (m,).
 
-        The residual is the polynomial minus f. `slope` times the distance of the samples is subtracted from the changes, down to 0.
+        `slope` times the distance of the samples is subtracted from the changes, down to 0.
         """
         starts = np.searchsorted(samples, self.left[panels], side="right")
         stops = np.searchsorted(samples, self.right[panels], side="right")
@@ -367,7 +351,7 @@ class _Fits:
 
 
 def _sampled(f, segments):
-    """Return (samples, f at the samples, spacing): an even mesh of every segment, with denser samples around 0."""
+    """Return (samples, f at the samples, spacing): an even mesh of every segment, denser around 0."""
     spacing = (segments[-1][1] - segments[0][0]) / RESOLUTION
     near = np.geomspace(1e-12, 0.1, 45)
     parts = []
@@ -380,7 +364,7 @@ def _sampled(f, segments):
 
 
 def _scale(samples, values, segments, order):
-    """Return a lower bound of max |f| (order 0), or of max |f'| by the mean value theorem (order 1)."""
+    """Return a lower bound of max |f| (order 0) or max |f'| (order 1)."""
     if order == 0:
         return float(np.abs(values).max())
     largest = 0.0
@@ -392,7 +376,7 @@ def _scale(samples, values, segments, order):
 
 
 def _interpolated(y, shift):
-    """Return the Chebyshev series that has the values y at t = node - shift, to first order in `shift`."""
+    """Return the Chebyshev series with the values y at t = node - shift, to first order in `shift`."""
     series = _SERIES[len(y)] @ y
     slope = _SLOPES[len(y)] @ series
     return _SERIES[len(y)] @ (y + slope * shift)
@@ -408,7 +392,6 @@ def _chebyshev(coefficients, t):
 
 
 def _differentiated(series):
-    """Return the Chebyshev series of the derivative with respect to t, with the same number of terms."""
     out = np.zeros_like(series)
     terms = len(series)
     for k in range(terms - 1, 0, -1):
@@ -418,7 +401,6 @@ def _differentiated(series):
 
 
 def _integrated(series):
-    """Return the Chebyshev series of an antiderivative with respect to t, with one more term."""
     out = np.zeros((len(series) + 1, *series.shape[1:]))
     twice = series.copy()
     twice[0] *= 2.0

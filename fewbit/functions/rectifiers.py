@@ -18,7 +18,7 @@ def _scaled(slope: float, x: np.ndarray) -> np.ndarray:
 
 
 def _two_slopes(slope: float, reference: str) -> Function:
-    """Return the function that is x for x > 0 and slope * x otherwise."""
+    """The function x for x > 0 and slope * x otherwise."""
     return make_function(
         lambda x: np.where(x > 0, x, _scaled(slope, x)),
         lambda x: np.where(x > 0, 1.0, slope),
@@ -29,7 +29,7 @@ def _two_slopes(slope: float, reference: str) -> Function:
 
 
 def clamp(low: float, high: float, reference: str) -> Function:
-    """Return the function that clips x to [low, high]."""
+    """The function x, clipped to [low, high]."""
     return make_function(
         lambda x: np.clip(x, low, high),
         lambda x: np.where((x > low) & (x < high), 1.0, 0.0),
@@ -42,25 +42,25 @@ def clamp(low: float, high: float, reference: str) -> Function:
 
 @named(module="ReLU")
 def relu() -> Function:
-    """Return the function max(x, 0)."""
+    """The function max(x, 0)."""
     return _two_slopes(0.0, "torch.nn.ReLU; Nair and Hinton, ICML 2010")
 
 
 @named(module="ReLU6")
 def relu6() -> Function:
-    """Return the function that clips x to [0, 6]."""
+    """The function x, clipped to [0, 6]."""
     return clamp(0.0, 6.0, "torch.nn.ReLU6; Krizhevsky, 2010")
 
 
 @named(module="LeakyReLU")
 def leaky_relu(negative_slope: float = 0.01) -> Function:
-    """Return the function that is x for x > 0, and `negative_slope` * x otherwise."""
+    """The function x for x > 0, and `negative_slope` * x otherwise."""
     return _two_slopes(negative_slope, "torch.nn.LeakyReLU; Maas, Hannun and Ng, ICML 2013")
 
 
 @named(module="RReLU")
 def rrelu(lower: float = 1.0 / 8.0, upper: float = 1.0 / 3.0) -> Function:
-    """Return the randomized ReLU in evaluation mode, whose slope for x < 0 is the mean of `lower` and `upper`."""
+    """The randomized ReLU in evaluation mode, whose slope for x < 0 is the mean of `lower` and `upper`."""
     require(lower <= upper, "rrelu", "lower <= upper", lower=lower, upper=upper)
     return _two_slopes(
         (lower + upper) / 2.0, "torch.nn.RReLU in evaluation mode; Xu et al., arXiv:1505.00853"
@@ -69,7 +69,7 @@ def rrelu(lower: float = 1.0 / 8.0, upper: float = 1.0 / 3.0) -> Function:
 
 @named(module="Threshold")
 def threshold(threshold: float = 0.0, value: float = 0.0) -> Function:
-    """Return the function that is x for x > `threshold`, and `value` otherwise."""
+    """The function x for x > `threshold`, and `value` otherwise."""
     return make_function(
         lambda x: np.where(x > threshold, x, value),
         lambda x: np.where(x > threshold, 1.0, 0.0),
@@ -81,7 +81,7 @@ def threshold(threshold: float = 0.0, value: float = 0.0) -> Function:
 
 @named(module="ReLUSquared")
 def relu_squared() -> Function:
-    """Return the function max(x, 0)**2."""
+    """The function max(x, 0)**2."""
     return make_function(
         lambda x: np.maximum(x, 0.0) ** 2,
         lambda x: 2.0 * np.maximum(x, 0.0),
@@ -93,7 +93,7 @@ def relu_squared() -> Function:
 
 @named(module="ELU")
 def elu(alpha: float = 1.0) -> Function:
-    """Return the function that is x for x > 0, and `alpha` * (exp(x) - 1) otherwise."""
+    """The function x for x > 0, and `alpha` * (exp(x) - 1) otherwise."""
     return make_function(
         lambda x: np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0.0))),
         lambda x: np.where(x > 0, 1.0, alpha * np.exp(np.minimum(x, 0.0))),
@@ -105,7 +105,7 @@ def elu(alpha: float = 1.0) -> Function:
 
 @named(module="CELU")
 def celu(alpha: float = 1.0) -> Function:
-    """Return the function that is x for x > 0, and `alpha` * (exp(x / `alpha`) - 1) otherwise."""
+    """The function x for x > 0, and `alpha` * (exp(x / `alpha`) - 1) otherwise."""
     # torch also accepts a negative alpha. For x < 0 f' is then exp(|x / alpha|), so f is useless as an activation.
     require(alpha > 0.0, "celu", "alpha > 0", alpha=alpha)
     return make_function(
@@ -120,7 +120,7 @@ def celu(alpha: float = 1.0) -> Function:
 
 @named(module="SELU")
 def selu() -> Function:
-    """Return a scaled `elu`, with the two constants of self-normalizing networks."""
+    """A scaled `elu`, with the two constants of self-normalizing networks."""
     left = _SELU_SCALE * _SELU_ALPHA
     return make_function(
         lambda x: np.where(x > 0, _SELU_SCALE * x, left * np.expm1(np.minimum(x, 0.0))),

@@ -1,4 +1,4 @@
-"""The functions of this folder by name, with aliases and default parameters."""
+"""The functions by name, with aliases and default parameters."""
 
 from __future__ import annotations
 
@@ -46,33 +46,30 @@ _ALIASES: dict[str, str] = {
 
 
 def names() -> tuple[str, ...]:
-    """Return the canonical names of all activation functions, with related functions next to each other."""
+    """Return the canonical names of all activation functions."""
     others = solver_names()
     return tuple(name for name in _BUILDERS if name not in others)
 
 
 def solver_names() -> tuple[str, ...]:
-    """Return the names of the functions that are no activations. Only the solver and its commands use them."""
+    """Return the names of the functions that are no activations."""
     return tuple(
         name for name, builder in _BUILDERS.items() if builder.__module__ == values.__name__
     )
 
 
 def modules() -> Mapping[str, str]:
-    """Return a mapping from the class names of activation modules in `fewbit.nn` to the names of their functions."""
+    """Return {class name of an activation module in `fewbit.nn`: name of its function}."""
     return MappingProxyType(MODULES)
 
 
 def aliases() -> Mapping[str, str]:
-    """Return a mapping from every other name that `get` accepts to the canonical name."""
+    """Return {other name that `get` accepts: canonical name}."""
     return MappingProxyType(_ALIASES)
 
 
 def canonical(name: str) -> str:
-    """Return the canonical name of a function.
-
-    Args:
-        name: A canonical name or an alias.
+    """Return the canonical name for a name or an alias.
 
     Raises:
         FunctionError: The name is unknown. The message suggests similar names.
@@ -91,12 +88,11 @@ def canonical(name: str) -> str:
 
 
 def get(name: str, parameters: Mapping[str, float] | None = None) -> Function:
-    """Return the `Function` with a given name.
+    """Return the `Function` with a given name or alias.
 
     Args:
         name: A canonical name or an alias.
-        parameters: Parameters by torch's names. A parameter that is not given has torch's default. The function
-            `threshold` has no defaults in torch; here they are threshold=0 and value=0, which make it equal to relu.
+        parameters: Parameters by torch's names, with torch's defaults; `threshold`, which has none, gets threshold=0 and value=0.
 
     Raises:
         FunctionError: The name or a parameter is unknown, or the value of a parameter is not finite, not allowed for
@@ -111,7 +107,7 @@ def get(name: str, parameters: Mapping[str, float] | None = None) -> Function:
 
 
 def _resolved(name: str, given: Mapping[str, float]) -> dict[str, float]:
-    """Check the given parameters of a function, and return all its parameters, with defaults for those not given."""
+    """Check the given parameters, and return all, with defaults."""
     signature = inspect.signature(_BUILDERS[name])
     defaults = {key: parameter.default for key, parameter in signature.parameters.items()}
     for key, number in given.items():

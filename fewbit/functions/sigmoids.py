@@ -23,13 +23,12 @@ def _sigmoid_slope(x: np.ndarray) -> np.ndarray:
 
 
 def _log1p_exp(x: np.ndarray) -> np.ndarray:
-    """Return log(1 + exp(x))."""
     return np.maximum(x, 0.0) + np.log1p(np.exp(-np.abs(x)))
 
 
 @named(module="Sigmoid")
 def sigmoid() -> Function:
-    """Return the function 1 / (1 + exp(-x))."""
+    """The function 1 / (1 + exp(-x))."""
     return make_function(
         _sigmoid,
         _sigmoid_slope,
@@ -41,7 +40,7 @@ def sigmoid() -> Function:
 
 @named(module="Hardsigmoid")
 def hardsigmoid() -> Function:
-    """Return the function (x + 3) / 6, clipped to [0, 1]."""
+    """The function (x + 3) / 6, clipped to [0, 1]."""
     return make_function(
         lambda x: np.clip((x + 3.0) / 6.0, 0.0, 1.0),
         lambda x: np.where(np.abs(x) < 3.0, 1.0 / 6.0, 0.0),
@@ -54,7 +53,7 @@ def hardsigmoid() -> Function:
 
 @named(module="LogSigmoid")
 def logsigmoid() -> Function:
-    """Return the function log(sigmoid(x))."""
+    """The function log(sigmoid(x))."""
     return make_function(
         lambda x: -_log1p_exp(-x),
         lambda x: _sigmoid(-x),
@@ -65,7 +64,7 @@ def logsigmoid() -> Function:
 
 @named(module="Laplace")
 def laplace(mu: float = 0.707107, sigma: float = 0.282095) -> Function:
-    """Return the normal distribution function with mean `mu` and standard deviation `sigma`."""
+    """The normal distribution function with mean `mu` and standard deviation `sigma`."""
     require(sigma > 0.0, "laplace", "sigma > 0", sigma=sigma)
 
     def standard(x: np.ndarray) -> np.ndarray:
@@ -88,7 +87,7 @@ def laplace(mu: float = 0.707107, sigma: float = 0.282095) -> Function:
 
 @named(module="Tanh")
 def tanh() -> Function:
-    """Return the hyperbolic tangent."""
+    """The hyperbolic tangent."""
 
     def derivative(x: np.ndarray) -> np.ndarray:
         e = np.exp(-np.abs(x))
@@ -102,14 +101,14 @@ def tanh() -> Function:
 
 @named(module="Hardtanh")
 def hardtanh(min_val: float = -1.0, max_val: float = 1.0) -> Function:
-    """Return the function that clips x to [`min_val`, `max_val`]."""
+    """The function x, clipped to [`min_val`, `max_val`]."""
     require(min_val < max_val, "hardtanh", "min_val < max_val", min_val=min_val, max_val=max_val)
     return clamp(min_val, max_val, "torch.nn.Hardtanh")
 
 
 @named(module="Tanhshrink")
 def tanhshrink() -> Function:
-    """Return the function x - tanh(x)."""
+    """The function x - tanh(x)."""
     return make_function(
         lambda x: x - np.tanh(x),
         lambda x: np.tanh(x) ** 2,
@@ -121,7 +120,7 @@ def tanhshrink() -> Function:
 
 @named(module="Hardshrink")
 def hardshrink(lambd: float = 0.5) -> Function:
-    """Return the function that is x for |x| > `lambd`, and 0 otherwise."""
+    """The function x for |x| > `lambd`, and 0 otherwise."""
     require(lambd >= 0.0, "hardshrink", "lambd >= 0", lambd=lambd)
     return make_function(
         lambda x: np.where(np.abs(x) > lambd, x, 0.0),
@@ -135,7 +134,7 @@ def hardshrink(lambd: float = 0.5) -> Function:
 
 @named(module="Softshrink")
 def softshrink(lambd: float = 0.5) -> Function:
-    """Return the function that moves x towards 0 by `lambd`, and is 0 for |x| <= `lambd`."""
+    """The function x moved towards 0 by `lambd`, and 0 for |x| <= `lambd`."""
     require(lambd >= 0.0, "softshrink", "lambd >= 0", lambd=lambd)
     return make_function(
         lambda x: x - np.clip(x, -lambd, lambd),
@@ -149,7 +148,7 @@ def softshrink(lambd: float = 0.5) -> Function:
 
 @named(module="Softsign")
 def softsign() -> Function:
-    """Return the function x / (1 + |x|)."""
+    """The function x / (1 + |x|)."""
 
     def value(x: np.ndarray) -> np.ndarray:
         x = np.clip(x, -1e18, 1e18)  # the result is already -1 or 1 there; inf / inf would be nan
@@ -167,7 +166,7 @@ def softsign() -> Function:
 
 @named(module="Softplus")
 def softplus(beta: float = 1.0, threshold: float = 20.0) -> Function:
-    """Return the function that is x if `beta` * x > `threshold`, and log(1 + exp(`beta` * x)) / `beta` otherwise."""
+    """The function x if `beta` * x > `threshold`, and log(1 + exp(`beta` * x)) / `beta` otherwise."""
     require(beta > 0.0, "softplus", "beta > 0", beta=beta)
     switch = _last_below(threshold, beta)
     return make_function(
@@ -182,7 +181,7 @@ def softplus(beta: float = 1.0, threshold: float = 20.0) -> Function:
 
 
 def _last_below(threshold: float, beta: float) -> float:
-    """Return the largest x for which torch's test, beta * x > threshold, is false."""
+    """Return the largest x for which beta * x > threshold is false."""
     x = threshold / beta
     near = (math.nextafter(x, -math.inf), x, math.nextafter(x, math.inf))
     return max((c for c in near if beta * c <= threshold), default=x)
@@ -190,10 +189,9 @@ def _last_below(threshold: float, beta: float) -> float:
 
 @named(module="SqrtSoftplus")
 def sqrtsoftplus() -> Function:
-    """Return the function sqrt(softplus(x)), which is sqrt(x) for x > 20, as with torch's softplus.
+    """The function sqrt(softplus(x)), which is sqrt(x) for x > 20, as with torch's softplus.
 
-    softplus(x) underflows to 0 below x = -745, but its root would underflow only below -1490. For x < 0 the factor
-    e^(x / 2) is therefore taken out of the root. This avoids the 0 / 0 of torch's backward pass.
+    For x < 0 the factor e^(x / 2) is taken out of the root, because softplus(x) underflows below -745, its root only below -1490.
     """
 
     def lower(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -227,7 +225,7 @@ def sqrtsoftplus() -> Function:
 
 @named(module=None)
 def identity() -> Function:
-    """Return the identity, f(x) = x."""
+    """The identity, f(x) = x."""
     return make_function(
         lambda x: x,
         np.ones_like,

@@ -11,10 +11,7 @@ from fewbit.functions.function import Function, domain_around, make_function, na
 
 @named(module=None)
 def value() -> Function:
-    """Return the function x**2 / 2. Its derivative is x, so a table for this function is a scalar quantizer of x.
-
-    For a normal weight, the table has the levels of Lloyd (1982) and Max (1960). The domain has 10 standard deviations.
-    """
+    """The function x**2 / 2, whose derivative is x: its tables are scalar quantizers, for a normal weight those of Lloyd (1982) and Max (1960)."""
     return make_function(
         lambda x: 0.5 * x * x,
         np.copy,

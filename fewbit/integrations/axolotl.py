@@ -1,9 +1,4 @@
-"""A plugin for Axolotl, which compresses the model that Axolotl trains.
-
-The key `fewbit` of Axolotl's YAML file has the arguments of `fewbit.compress_`. The plugin gives Axolotl's trainer a
-`FewbitCallback`. The trainer's constructor compresses the model, which then has its adapters, and checkpoints contain
-the controller's state.
-"""
+"""A plugin that compresses the model that Axolotl trains, by a `FewbitCallback` of its trainer."""
 
 from __future__ import annotations
 
@@ -21,16 +16,15 @@ from fewbit.integrations.transformers import FewbitCallback
 __all__ = ["FewbitArgs", "FewbitPlugin"]
 
 _OF_THE_MODEL = ("include", "exclude", "overrides", "offload", "verbose")
-"""The arguments of `compress_` that cannot be checked without the model, or that change the process."""
+"""The arguments of `compress_` that need the model, or change the process."""
 
 
 class FewbitArgs(BaseModel):
     """The keys that the plugin adds to Axolotl's configuration.
 
     Attributes:
-        fewbit: {name of an argument of `fewbit.compress_`: its value}, for example `{"bits": 2}`. Configuration objects
-            are mappings, such as `{"kind": "adaptive", "average": 2.5}` for `bits`. If the key is missing, the model is
-            not compressed.
+        fewbit: {name of an argument of `fewbit.compress_`: its value}, such as `{"bits": 2}`. Configuration objects are mappings, such
+            as `{"kind": "adaptive", "average": 2.5}` for `bits`. Without the key, the model is not compressed.
     """
 
     fewbit: dict[str, Any] | None = None
@@ -38,7 +32,7 @@ class FewbitArgs(BaseModel):
     @field_validator("fewbit")
     @classmethod
     def check(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Raise an error for arguments that `compress_` cannot use, before Axolotl loads the model."""
+        """Raise an error for arguments that `compress_` cannot use."""
         if value is not None:
             settings = {name: one for name, one in value.items() if name not in _OF_THE_MODEL}
             try:
@@ -56,5 +50,5 @@ class FewbitPlugin(BasePlugin):
         return f"{FewbitArgs.__module__}.{FewbitArgs.__qualname__}"
 
     def add_callbacks_pre_trainer(self, cfg, model) -> list:
-        """Return the callback for the trainer; none if the configuration has no key `fewbit`."""
+        """Return the callback for the trainer, if the key `fewbit` is there."""
         return [] if cfg.fewbit is None else [FewbitCallback(**plain_arguments(cfg.fewbit))]

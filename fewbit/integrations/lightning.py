@@ -1,8 +1,7 @@
 """A callback for Lightning that compresses the LightningModule and saves the chosen bits in its checkpoints.
 
-Lightning's strategies call `training_step` of the module directly, unless a wrapper such as DistributedDataParallel
-passes the call through `__call__`. fewbit compresses functions only in calls of the compressed model, so the callback
-makes `training_step` such a call while the trainer fits.
+fewbit compresses functions only in calls of the compressed model, and strategies call `training_step` directly, so the callback makes it such
+a call.
 """
 
 from __future__ import annotations
@@ -27,14 +26,11 @@ __all__ = ["FewbitCallback", "compress"]
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _MADE_IN = ("setup", "configure_model")
-"""The methods of a LightningModule in which layers may still be made when the setup of callbacks runs."""
+"""The methods in which layers may still be made when the setup of callbacks runs."""
 
 
 def _callbacks() -> list[type]:
-    """Return the base classes of callbacks: those of the packages that are imported, else that of the first installed.
-
-    `lightning` and `pytorch_lightning` are two packages with the same content.
-    """
+    """Return the base classes of callbacks, from those of `lightning` and `pytorch_lightning` that are imported, else installed."""
     names = [name for name in _PACKAGES if name in sys.modules]
     if names:
         return [import_module(name).Callback for name in names]
@@ -47,17 +43,15 @@ def _callbacks() -> list[type]:
 class FewbitCallback(*_callbacks()):  # type: ignore[misc]
     """Compresses the LightningModule before the first training step, as `fewbit.compress_` does.
 
-    If the module overrides neither `setup` nor `configure_model`, the callback compresses it in `Callback.setup`, which
-    is before the strategy wraps it. Otherwise the callback waits until these methods and the strategy have finished,
-    unless `configure_model` calls `compress(self)`. This call is needed before `fully_shard`.
+    If the module overrides `setup` or `configure_model`, this happens after these methods and the strategy, unless `configure_model` calls
+    `compress(self)`, which is needed before `fully_shard`.
 
-    While the trainer fits, functions that `training_step` calls, such as F.cross_entropy, are compressed like functions
-    in the module's forward. With manual optimization, only those in calls of modules are compressed, because the
-    backward pass then runs within `training_step`.
+    While the trainer fits, functions that `training_step` calls, such as F.cross_entropy, are compressed too, but not with manual optimization,
+    where the backward pass runs within `training_step`.
 
-    Two metrics are logged at the first step and whenever the trainer logs: "fewbit/saved_bytes", the bytes that autograd
-    holds when the backward pass of the step begins, without parameters and buffers; and "fewbit/bits", the average bits
-    per element of quantized tensors. With a compiled module and with `offload`, only the bits are logged.
+    "fewbit/saved_bytes", the bytes that autograd holds when the backward pass begins, without parameters and buffers, and "fewbit/bits", the
+    average bits per element of quantized tensors, are logged at the first step and whenever the trainer logs. With a compiled module and with
+    `offload`, only the bits are logged.
 
     Args:
         bits: as in `fewbit.compress_`.
@@ -81,7 +75,7 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
         self._is_logged = False
 
     def compress(self, module: nn.Module) -> Controller:
-        """Compress a module, unless this callback has already compressed it. Return the controller."""
+        """Compress a module, unless this callback already has. Return the controller."""
         if self.controller is None or self.controller.context not in contexts_of(module):
             arguments = {"verbose": _is_first_process(module)} | self.arguments
             self.controller = compress_(module, self.config, **arguments)
@@ -93,7 +87,7 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
     # -- Hooks of Lightning -------------------------------------------------------------------------------
 
     def setup(self, trainer, pl_module, stage) -> None:
-        """Compress the module, unless its layers may still be missing."""
+        """Compress the module, unless its layers may be missing."""
         if (
             self.memory is None
             and stage == "fit"
@@ -102,13 +96,13 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
             self.compress(pl_module)
 
     def on_fit_start(self, trainer, pl_module) -> None:
-        """Compress the module if `setup` has not, and make `training_step` a call of the compressed model."""
+        """Compress the module if `setup` has not, and make `training_step` a call of the model."""
         if self.memory is None:
             self.compress(pl_module)
         _TrainingStep.put_into(pl_module)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        """Choose what each block saves before the first batch, and count what this step saves if the step is logged."""
+        """Choose what each block saves, and count what this step saves if it is logged."""
         if self.memory is not None and self.fit is None:
             self._fit(trainer, pl_module, batch)
         interval = trainer.log_every_n_steps
@@ -165,19 +159,19 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
         self.controller = self.fit.controller
 
     def on_exception(self, trainer, pl_module, exception) -> None:
-        """Stop counting in a step that does not end."""
+        """Stop counting."""
         self._meter.end()
 
     def teardown(self, trainer, pl_module, stage) -> None:
-        """Give the module its own `training_step` back. The module stays compressed."""
+        """Restore `training_step`. The module stays compressed."""
         _TrainingStep.take_from(pl_module)
 
     def state_dict(self) -> dict:
-        """Return what the controller needs to continue with the same bits."""
+        """Return the controller's state."""
         return {} if self.controller is None else {"controller": self.controller.state_dict()}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Continue from the state of a checkpoint, as soon as the module is compressed."""
+        """Continue from a checkpoint's state, once the module is compressed."""
         self._loaded = state_dict.get("controller")
         if self.controller is not None and self._loaded is not None:
             self.controller.load_state_dict(self._loaded)
@@ -187,10 +181,7 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
 def compress(module: nn.Module) -> Controller:
     """Compress a LightningModule now, with the settings of the trainer's `FewbitCallback`.
 
-    Call this function in `configure_model`, when all layers exist and before `fully_shard` shards them.
-
-    Args:
-        module: the LightningModule, attached to a trainer.
+    Call this function in `configure_model`, when all layers exist and before `fully_shard` shards them. `module` is attached to a trainer.
 
     Raises:
         InputError: the trainer has no `FewbitCallback`.
@@ -204,14 +195,14 @@ def compress(module: nn.Module) -> Controller:
 
 
 class _TrainingStep:
-    """The `training_step` of one module, run as a call of the compressed model. Lightning reads `__wrapped__`."""
+    """The `training_step`, run as a call of the compressed model. Lightning reads `__wrapped__`."""
 
     def __init__(self, module: nn.Module):
         self.module, self.__wrapped__ = module, module.training_step
 
     @classmethod
     def put_into(cls, module: nn.Module) -> None:
-        """Replace the module's `training_step`, unless it must stay: if compiled, or with manual optimization."""
+        """Replace `training_step`, unless the module is compiled or optimizes manually."""
         is_done = isinstance(vars(module).get("training_step"), cls)
         if not is_done and module._compiler_ctx is None and module.automatic_optimization:
             vars(module)["training_step"] = cls(module)
@@ -232,13 +223,13 @@ class _TrainingStep:
 
 
 def _overrides(module: nn.Module, name: str) -> bool:
-    """Return whether a LightningModule has its own method of this name, in place of Lightning's empty one."""
+    """Return whether a LightningModule has its own method of this name."""
     method: Callable = getattr(module, name)
     package = getattr(method, "__module__", "") or ""
     return not package.startswith(_PACKAGES)
 
 
 def _is_first_process(module: nn.Module) -> bool:
-    """Return whether this process prints, which is the case for the first of several processes."""
+    """Return whether this process prints."""
     trainer = getattr(module, "_trainer", None)
     return trainer is None or trainer.is_global_zero

@@ -1,7 +1,6 @@
 """A policy of activation checkpointing for torchtitan that compresses what a model saves in place of recomputing it.
 
-torchtitan builds the policy of the field `activation_checkpoint` of the trainer's configuration and calls `apply(model)`
-before it compiles and shards the model. With pipeline parallelism, every stage is such a model.
+torchtitan calls `apply(model)` before it compiles and shards the model, or each stage of a pipeline.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ __all__ = ["CompressedActivations"]
 class CompressedActivations(ActivationCheckpointing):
     """Compresses what a model saves for the backward pass, as `fewbit.compress_` does with fixed bits.
 
-    torchtitan may call parts of the model several times in a step (microbatches, chunks of the loss), so bits that are
-    chosen by measuring steps are not offered.
+    Policies that measure steps are not offered, because torchtitan may call parts of the model several times in a step.
 
     Attributes:
         controller: the `Controller` of the compressed model; None before `apply`.
@@ -36,8 +34,8 @@ class CompressedActivations(ActivationCheckpointing):
         Attributes:
             bits: the bits per element of quantized tensors, a whole number from 1 to 8.
             layers: settings of layers, as in `fewbit.compress_`.
-            exclude: the modules to leave as they are, as paths in the model. The output layer is excluded because
-                torchtitan's loss calls it for chunks of the sequence and frees each chunk at once.
+            exclude: paths of modules to leave as they are, by default the output layer, which torchtitan's loss calls for chunks of the
+                sequence.
             then: the configuration of a policy of torchtitan that is applied to the compressed model, or None.
         """
 
@@ -67,5 +65,5 @@ class CompressedActivations(ActivationCheckpointing):
 
 
 def _is_first_process() -> bool:
-    """Return whether this process prints, which is the case for the first of several processes."""
+    """Return whether this process prints."""
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

@@ -1,10 +1,7 @@
 """A callback for the Trainer of transformers, and for trainers that are derived from it, such as those of TRL.
 
-The Trainer's constructor calls `on_init_end` when the model is complete, with adapters, and not yet wrapped for
-distributed training, compiled or prepared for mixed precision. The callback compresses the model at that moment.
-
-The Trainer stores the states of its callbacks in `trainer_state.json` of each checkpoint. It loads this file before it
-calls `on_train_begin`, from whatever folder the training is resumed.
+`on_init_end` compresses the model, which then has its adapters and is not yet wrapped or compiled. The states of callbacks are in
+`trainer_state.json`, which the Trainer loads before `on_train_begin`.
 """
 
 from __future__ import annotations
@@ -32,20 +29,19 @@ from fewbit.sizes import counted
 __all__ = ["FewbitCallback"]
 
 SAVED, BITS = "fewbit/saved_bytes", "fewbit/bits"
-"""The names of the values that the callback adds to the Trainer's logs."""
+"""The names of the values in the Trainer's logs."""
 _STATE = "controller_state"
-"""The entry of the callback's state that contains the controller's state."""
+"""The entry for the controller's state."""
 _controllers = weakref.WeakKeyDictionary()
-"""{model: its controller}, for the callbacks that the Trainer makes anew when it resumes a training."""
+"""{model: its controller}, for callbacks that the Trainer makes anew when it resumes."""
 
 
 class FewbitCallback(TrainerCallback, ExportableState):
     """Compresses the model of a Trainer as `fewbit.compress_` does, logs what is saved, and resumes the chosen bits.
 
-    The callback adds two values to the logs of training: "fewbit/saved_bytes", the bytes that autograd holds when the
-    backward pass of the logged step begins, without parameters and buffers; and "fewbit/bits", the average bits per
-    element of quantized tensors. With `torch_compile`, with TRL's `activation_offloading` and with `offload`, only the
-    bits are logged. Each checkpoint contains the controller's state, so a resumed training continues with the same bits.
+    The logs of training get "fewbit/saved_bytes", the bytes that autograd holds when the backward pass of the logged step begins, without
+    parameters and buffers, and "fewbit/bits", the average bits per element of quantized tensors. With `torch_compile`, with TRL's
+    `activation_offloading` and with `offload`, only the bits are logged.
 
     Args:
         bits: as in `fewbit.compress_`.
@@ -79,12 +75,12 @@ class FewbitCallback(TrainerCallback, ExportableState):
     # -- Compression --------------------------------------------------------------------------------------
 
     def on_init_end(self, args, state, control, model=None, **kwargs) -> None:
-        """Compress the model of the Trainer."""
+        """Compress the model."""
         if self.memory is None:
             self._compress(model, state)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
-        """Compress a model that `model_init` has made since, and continue from the state of a checkpoint."""
+        """Compress a model that `model_init` has made since, and continue from a checkpoint's state."""
         if self.memory is not None:
             self._fit(model, args, kwargs["train_dataloader"], kwargs["optimizer"])
         else:
@@ -100,7 +96,7 @@ class FewbitCallback(TrainerCallback, ExportableState):
         self._is_due = True
 
     def _compress(self, model, state) -> None:
-        """Compress the model, unless this callback, or the one that it replaces, has compressed it."""
+        """Compress the model, unless this callback, or the one that it replaces, has."""
         modules = set(model.modules())
         earlier = map(_controllers.get, modules) if self._is_restored else ()
         for controller in (self.controller, *earlier):
@@ -146,11 +142,11 @@ class FewbitCallback(TrainerCallback, ExportableState):
     # -- Logs ---------------------------------------------------------------------------------------------
 
     def on_epoch_begin(self, args, state, control, **kwargs) -> None:
-        """Count the bytes of the first step of an epoch, if epochs are logged."""
+        """Count the bytes of an epoch's first step, if epochs are logged."""
         self._is_due |= args.logging_strategy == "epoch"
 
     def on_step_begin(self, args, state, control, model=None, **kwargs) -> None:
-        """Count the bytes that this step saves if the step is logged, or is the first one."""
+        """Count the bytes of a step that is logged, or the first."""
         self._meter.end()
         is_logged = (
             args.logging_strategy == "steps" and (state.global_step + 1) % state.logging_steps == 0
@@ -160,11 +156,11 @@ class FewbitCallback(TrainerCallback, ExportableState):
         self._is_due = False
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
-        """Stop counting after the backward pass."""
+        """Stop counting."""
         self._meter.end()
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        """Add the saved bytes and the average bits to the logs of a training step."""
+        """Add the saved bytes and the average bits to the logs."""
         if logs is None or "loss" not in logs or (self.controller is None and self.fit is None):
             return
         values = {} if self._meter.total is None else {SAVED: self._meter.total}
@@ -177,11 +173,7 @@ class FewbitCallback(TrainerCallback, ExportableState):
             state.log_history[-1].update(values)
 
     def _can_count(self, args) -> bool:
-        """Return whether the meter can count a step without changing it.
-
-        Its hooks on saved tensors would make torch.compile compile the model again, and would keep tensors on the GPU
-        that fewbit moves to the host. The hooks of TRL's `activation_offloading` hide tensors from it.
-        """
+        """Return whether the meter's hooks on saved tensors neither recompile, nor keep tensors on the GPU, nor see nothing."""
         is_compiled, is_moved = args.torch_compile, getattr(args, "activation_offloading", False)
         is_offloaded = self.controller is not None and self.controller.offload is not None
         return not (is_compiled or is_moved or is_offloaded)
@@ -189,10 +181,7 @@ class FewbitCallback(TrainerCallback, ExportableState):
     # -- Checkpoints --------------------------------------------------------------------------------------
 
     def state(self) -> dict:
-        """Return what the Trainer stores in a checkpoint: the arguments, and the controller's state.
-
-        The numbers of samples (`Controller.number_samples`) are left out, because the Trainer stores JSON.
-        """
+        """Return the arguments and the controller's state for a checkpoint, without the numbers of samples, which JSON cannot hold."""
         plain = {} if self.memory is None else {"memory": self.memory}
         missing = []
         for name, value in self.arguments.items():
@@ -207,7 +196,7 @@ class FewbitCallback(TrainerCallback, ExportableState):
         return {"args": plain, "attributes": attributes}
 
     def _resume(self, state) -> None:
-        """Load the controller's state from the checkpoint that the Trainer has loaded."""
+        """Load the controller's state from the loaded checkpoint."""
         saved = state.stateful_callbacks.get(type(self).__name__, {})
         saved = saved[-1] if isinstance(saved, list) else saved
         found = saved.get("attributes", {}).get(_STATE)
@@ -221,7 +210,7 @@ class FewbitCallback(TrainerCallback, ExportableState):
 
 
 def _lost_savings(model, args) -> Iterator[str]:
-    """Yield one line for each setting of the Trainer because of which tensors are saved in full."""
+    """Yield a line for each setting of the Trainer because of which tensors are saved in full."""
     regions = [module for module in model.modules() if getattr(module, CHECKPOINTING[0], False)]
     functions = (getattr(module, CHECKPOINTING[1], None) for module in regions)
     if any(getattr(function, "func", None) is not checkpoint for function in functions):
@@ -247,7 +236,7 @@ def _lost_savings(model, args) -> Iterator[str]:
 
 
 def _is_current(controller: Controller) -> bool:
-    """Return whether the controller's model is still compressed as when the controller was made."""
+    """Return whether the controller's model is still compressed as at the start."""
     return any(context is controller.context for context in contexts_of(controller.model))
 
 

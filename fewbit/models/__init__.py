@@ -1,7 +1,4 @@
-"""Standard architectures for measurements. Models for images have the parameter names and shapes of torchvision's.
-
-Torch is imported only when a model is built. This folder may import the files in the root of the package.
-"""
+"""Standard architectures for measurements. Models for images have the parameter names and shapes of torchvision's."""
 
 from __future__ import annotations
 
@@ -18,13 +15,11 @@ class Family(NamedTuple):
 
     Attributes:
         name: the name of the architecture, as in the help of `fewbit memory`.
-        module: the name of the Python file in this folder that defines the architecture, without `.py`.
-        builder: the name of a class or function in this file. Called with a model's name, it makes the model. A second
-            argument, a callable that returns a torch.nn.Module, replaces the activation.
+        module: the name of the Python file in this folder, without `.py`.
+        builder: the name of a class or function in this file, called with a model's name, and perhaps a callable that makes the activation.
         models: the names of the models.
         is_text: whether the input is tokens; otherwise it is images.
-        has_relu: whether the activation is ReLU. The paper Few-bit Backward measured these models with GELU in place
-            of ReLU, and measurements that repeat the paper do the same.
+        has_relu: whether the activation is ReLU, in place of which the paper Few-bit Backward measured GELU.
     """
 
     name: str
@@ -70,20 +65,17 @@ _SMALLEST_IMAGE, _LARGEST_IMAGE = 64, 8192
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all models, grouped by architecture and ordered by size."""
+    """Return the names of all models, by architecture and size."""
     return tuple(name for family in FAMILIES for name in family.models)
 
 
 def family(name: str) -> Family:
-    """Return the `Family`, that is, the architecture, of the model named `name`."""
+    """Return the `Family` of a model's name."""
     return next(family for family in FAMILIES if name in family.models)
 
 
 def resolve(name: str) -> str:
-    """Return a model's name in the spelling of `names`.
-
-    Args:
-        name: The name in upper or lower case, with or without hyphens, underscores and spaces.
+    """Return a model's name in the spelling of `names`, whatever its case, hyphens, underscores and spaces.
 
     Raises:
         FewbitError: The name is unknown. The message suggests similar names.
@@ -104,11 +96,7 @@ def _plain(name):
 
 
 def check_size(name: str, size: int) -> int:
-    """Return `size` if the model accepts inputs of this size; else raise FewbitError.
-
-    Args:
-        name: The name of a model.
-        size: The side of the images in pixels, or the number of tokens.
+    """Return `size`, the side of images in pixels or the number of tokens.
 
     Raises:
         FewbitError: The model does not accept the size.
@@ -133,8 +121,7 @@ def build(name: str, activation: str | Callable | None = None):
 
     Args:
         name: The name of a model.
-        activation: A key of `fewbit.models.activations.FACTORIES`, or a callable that returns a torch.nn.Module; by
-            default the architecture's own activation stays.
+        activation: A key of `fewbit.models.activations.FACTORIES`, a callable that returns a torch.nn.Module, or None.
 
     Raises:
         FewbitError: The name of the model or the activation is unknown, or the package transformers is needed and not

@@ -1,4 +1,4 @@
-"""Activation modules by name, and a test for activation modules."""
+"""Activation modules by name."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _BOTTLENECK = 4  # output channels of a dense layer's first convolution, divided
 
 
 class DenseLayer(nn.Module):
-    """A 1x1 and a 3x3 convolution, each after batch norm and activation. The input is the block's earlier features."""
+    """A 1x1 and a 3x3 convolution, each after batch norm and activation."""
 
     def __init__(self, inputs: int, growth: int, activation: Callable):
         super().__init__()
@@ -33,14 +33,14 @@ class DenseLayer(nn.Module):
         self.conv2 = nn.Conv2d(width, growth, 3, padding=1, bias=False)
 
     def forward(self, features: list[Tensor]) -> Tensor:
-        """Return the new features, (batch, growth, height, width), for the list of the block's earlier features."""
+        """Return the new features, (batch, growth, height, width)."""
         x = torch.cat(features, 1)
         x = self.conv1(self.relu1(self.norm1(x)))
         return self.conv2(self.relu2(self.norm2(x)))
 
 
 class DenseBlock(nn.ModuleDict):
-    """A sequence of dense layers. Each adds `growth` channels of new features."""
+    """Dense layers, each of which adds `growth` channels."""
 
     def __init__(self, inputs: int, growth: int, depth: int, activation: Callable):
         super().__init__()
@@ -48,7 +48,7 @@ class DenseBlock(nn.ModuleDict):
             self[f"denselayer{i + 1}"] = DenseLayer(inputs + i * growth, growth, activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x and all new features, concatenated: (batch, inputs + depth * growth, height, width)."""
+        """Return x and all new features, (batch, inputs + depth * growth, height, width)."""
         features = [x]
         for layer in self.values():
             features.append(layer(features))
@@ -56,7 +56,7 @@ class DenseBlock(nn.ModuleDict):
 
 
 class Transition(nn.Sequential):
-    """A 1x1 convolution between two blocks, and a pooling that halves height and width."""
+    """A 1x1 convolution, and a pooling that halves height and width."""
 
     def __init__(self, inputs: int, outputs: int, activation: Callable):
         super().__init__()
@@ -71,7 +71,7 @@ class DenseNet(nn.Module):
 
     Args:
         name: A key of `LAYERS`.
-        activation: Called without arguments; returns an activation module.
+        activation: Returns an activation module.
         classes: The number of classes.
     """
 

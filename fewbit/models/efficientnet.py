@@ -44,7 +44,7 @@ def _unit(inputs, outputs, kernel, stride=1, groups=1, activation=None, eps=1e-5
 
 
 class SqueezeExcitation(nn.Module):
-    """A module that multiplies each channel by a factor that a small network computes from all channels' means."""
+    """A module that scales channels by factors from all channels' means."""
 
     def __init__(self, channels: int, squeezed: int, activation: Callable):
         super().__init__()
@@ -55,20 +55,20 @@ class SqueezeExcitation(nn.Module):
         self.scale_activation = nn.Sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the scaled channels, (batch, channels, height, width) like x."""
+        """Return (batch, channels, height, width) like x."""
         scale = self.fc2(self.activation(self.fc1(self.avgpool(x))))
         return self.scale_activation(scale) * x
 
 
 class StochasticDepth(nn.Module):
-    """A module that sets each sample of its input to zero with probability p, in training mode only."""
+    """A module that sets each sample to zero with probability p, in training mode only."""
 
     def __init__(self, p: float):
         super().__init__()
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x, (batch, channels, height, width), with some samples set to 0 and the others divided by 1 - p."""
+        """Return x, (batch, channels, height, width), with the other samples divided by 1 - p."""
         if not self.training or self.p == 0:
             return x
         keep = torch.empty((len(x), 1, 1, 1), dtype=x.dtype, device=x.device)
@@ -76,7 +76,7 @@ class StochasticDepth(nn.Module):
 
 
 class MBConv(nn.Module):
-    """An inverted bottleneck: 1x1 expansion, depthwise convolution, squeeze and excitation, 1x1 projection."""
+    """An inverted bottleneck: expansion, depthwise convolution, squeeze and excitation, projection."""
 
     def __init__(self, inputs, outputs, expansion, kernel, stride, drop, activation, norm):
         super().__init__()
@@ -93,7 +93,7 @@ class MBConv(nn.Module):
         self.stochastic_depth = StochasticDepth(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output (batch, outputs, height / stride, width / stride)."""
+        """Return (batch, outputs, height / stride, width / stride)."""
         y = self.block(x)
         return x + self.stochastic_depth(y) if self.use_res_connect else y
 
@@ -103,7 +103,7 @@ class EfficientNet(nn.Module):
 
     Args:
         name: A key of `SCALES`.
-        activation: Called without arguments; returns an activation module.
+        activation: Returns an activation module.
         classes: The number of classes.
     """
 

@@ -1,7 +1,6 @@
 """Pre-activation residual networks for 32 by 32 images (He et al., 2016b), as in section 4 of BLPA (Chakrabarti and Moseley, 2019).
 
-A network has three stages of (depth - 2) / 9 bottleneck units, each of three blocks norm-ReLU-convolution, with 64, 128 and 256 channels.
-Shortcuts have no parameters.
+A network has three stages of (depth - 2) / 9 bottleneck units, each of three blocks, with 64, 128 and 256 channels.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ STEM, WIDTHS, EXPANSION = 16, (16, 32, 64), 4
 
 
 class PreActivationBlock(nn.Module):
-    """A block that computes linear(activation(norm(x))).
-
-    The children have the same names as in `fewbit.nn.PreActivation`: norm, activation and linear.
-    """
+    """A block that computes linear(activation(norm(x))), with the children of `fewbit.nn.PreActivation`."""
 
     def __init__(self, norm: nn.Module, linear: nn.Module, activation: nn.Module | None = None):
         super().__init__()
@@ -36,10 +32,7 @@ class PreActivationBlock(nn.Module):
 
 
 class PreActivationBottleneck(nn.Module):
-    """The sum of x and the result of three blocks. If shapes differ, x is subsampled and gets channels of zeros.
-
-    `width` is the number of output channels of the first two blocks.
-    """
+    """The sum of x, subsampled and extended by zeros if shapes differ, and the result of three blocks, the first two with `width` channels."""
 
     def __init__(self, inputs: int, width: int, stride: int, block: Callable):
         super().__init__()
@@ -55,7 +48,7 @@ class PreActivationBottleneck(nn.Module):
         self.expand = made(width, EXPANSION * width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the unit's output, (batch, 4 * width, H / stride, W / stride), for x (batch, channels, H, W)."""
+        """Return (batch, 4 * width, H / stride, W / stride) for x (batch, channels, H, W)."""
         short_cut = x
         if self.stride != 1:
             short_cut = x[:, :, :: self.stride, :: self.stride]
@@ -70,11 +63,9 @@ class PreActivationResNet(nn.Module):
     Args:
         depth: The depth, 9 n + 2 for a whole n.
         classes: The number of classes.
-        width: The factor by which the number of channels in every layer is multiplied; 4 for the paper's
-            ResNet-1001-4x.
+        width: The factor of the number of channels in every layer; 4 for the paper's ResNet-1001-4x.
         channels: The number of channels of the images.
-        block: The class of the blocks, or a function that makes one. Called with a norm and a convolution. `PreActivationBlock` and
-            `fewbit.nn.PreActivation` give the same `state_dict` keys.
+        block: Makes a block of a norm and a convolution: `PreActivationBlock` or `fewbit.nn.PreActivation`, with the same `state_dict` keys.
 
     Raises:
         InputError: The depth is not 9 n + 2.

@@ -1,7 +1,6 @@
 """ResNet-18 to ResNet-152 for images (He et al., 2016), with the `state_dict` keys of torchvision's models.
 
-In a bottleneck the 3x3 convolution has the stride, not the first 1x1 convolution, as in torchvision ("ResNet v1.5").
-A block's `width` is the number of output channels of its first convolution.
+In a bottleneck the 3x3 convolution has the stride ("ResNet v1.5").
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class BasicBlock(nn.Module):
         self.downsample = _downsample(inputs, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output, (batch, width, H / stride, W / stride), for x (batch, channels, H, W)."""
+        """Return (batch, width, H / stride, W / stride) for x (batch, channels, H, W)."""
         identity = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         return self.relu(self.bn2(self.conv2(x)) + identity)
@@ -72,7 +71,7 @@ class Bottleneck(nn.Module):
         self.downsample = _downsample(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output, (batch, 4 * width, H / stride, W / stride), for x (batch, channels, H, W)."""
+        """Return (batch, 4 * width, H / stride, W / stride) for x (batch, channels, H, W)."""
         identity = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.relu(self.bn2(self.conv2(x)))
@@ -84,7 +83,7 @@ class ResNet(nn.Module):
 
     Args:
         name: A key of `LAYERS`.
-        activation: Called without arguments; returns an activation module.
+        activation: Returns an activation module.
         classes: The number of classes.
     """
 

@@ -33,8 +33,7 @@ def build(name: str, activation: Callable | None = None, attention: str = "eager
 
     Args:
         name: A key of `SIZES`.
-        activation: Called without arguments; returns the activation module of a feed-forward layer. By default the
-            model's own activations stay.
+        activation: Returns the activation module of a feed-forward layer; None for the model's own.
         attention: The argument `attn_implementation` of transformers.
 
     Raises:

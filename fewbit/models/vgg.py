@@ -24,7 +24,7 @@ class VGG(nn.Module):
 
     Args:
         name: A key of `LAYERS`.
-        activation: Called without arguments; returns an activation module.
+        activation: Returns an activation module.
         classes: The number of classes.
     """
 

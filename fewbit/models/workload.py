@@ -1,4 +1,4 @@
-"""Workloads for measuring training steps without a data set: a model with random weights, random batches and a loss."""
+"""Workloads for measuring training steps without a data set."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fewbit.errors import InputError
 IMAGES, IMAGE_SIZE, CLASSES = 16, 64, 1000
 SEQUENCES, TOKENS = 4, 64
 MASKED = 0.15
-"""The share of tokens that RoBERTa's training masks. It is the same in every sequence, so all batches have one size."""
+"""The share of tokens that RoBERTa's training masks, the same in every sequence."""
 
 
 class Workload(NamedTuple):
-    """A model with batches and a loss.
+    """A model with random weights, random batches and a loss.
 
     Attributes:
         model: The model, in training mode.
@@ -42,8 +42,7 @@ def workload(
 ) -> Workload:
     """Make the workload of a model. Equal arguments give equal workloads. torch's random state does not change.
 
-    Image models get images of normal noise and random classes. Text models get random tokens: RoBERTa predicts masked
-    tokens, and GPT-2 predicts the next tokens.
+    Images are normal noise with random classes, and texts are random tokens: RoBERTa predicts masked tokens, GPT-2 the next ones.
 
     Args:
         name: One of the names that `fewbit.models.names` returns.
@@ -80,23 +79,15 @@ def workload(
 
 
 def classification_loss(model, batch) -> torch.Tensor:
-    """Return the mean cross entropy of the predicted classes.
-
-    Args:
-        model: A model for images.
-        batch: The images (N, 3, size, size) and their classes (N,) int64.
-    """
+    """Return the mean cross entropy for images (N, 3, size, size) and their classes (N,) int64."""
     images, classes = batch
     return F.cross_entropy(model(images), classes)
 
 
 def masked_loss(model, batch) -> torch.Tensor:
-    """Return the mean cross entropy of predicted masked tokens. The embedding's weight is also the last layer's.
+    """Return the mean cross entropy of masked tokens, with the embedding's weight as last layer.
 
-    Args:
-        model: A model of transformers.
-        batch: Three int64 tensors: the tokens (N, T), the positions of the masked tokens (N, M), and the original
-            tokens at these positions (N, M).
+    `batch` has three int64 tensors: the tokens (N, T), the masked positions (N, M), and the original tokens there (N, M).
     """
     tokens, places, masked = batch
     states = model(tokens).last_hidden_state
@@ -106,12 +97,7 @@ def masked_loss(model, batch) -> torch.Tensor:
 
 
 def next_token_loss(model, batch) -> torch.Tensor:
-    """Return the mean cross entropy of predicted next tokens. The embedding's weight is also the last layer's.
-
-    Args:
-        model: A model of transformers.
-        batch: The tokens, (N, T) int64, in a tuple.
-    """
+    """Return the mean cross entropy of next tokens, with the embedding's weight as last layer. `batch` is ((N, T) int64,)."""
     (tokens,) = batch
     states = model(tokens).last_hidden_state[:, :-1]
     logits = F.linear(states, model.get_input_embeddings().weight)

@@ -1,7 +1,6 @@
 """Modules with torch.nn's signatures that save fewer bytes for the backward pass.
 
-In training mode the modules call `fewbit.functional`, in evaluation mode torch's own functions. This folder may import
-`fewbit.functional` and `fewbit.runtime`, but nothing that converts models.
+In training mode the modules call `fewbit.functional`, in evaluation mode torch's own functions.
 """
 
 from torch import nn

@@ -1,8 +1,4 @@
-"""Activation modules with torch.nn's signatures plus `bits` and `table`.
-
-A module that torch.nn has too is a subclass of torch's class. No module here has parameters, buffers or `state_dict`
-keys. In training mode a module calls the function of `fewbit.functional` that the module's docstring names, in
-evaluation mode torch's own function.
+"""Activation modules with torch.nn's signatures plus `bits` and `table`, without parameters, buffers or `state_dict` keys.
 
 Args of all modules:
     bits: bits of the code that is saved for each element, 1 to 8.
@@ -65,12 +61,12 @@ __all__ = [
 
 
 class _FewBit(Guarded):
-    """The base class of all modules in this file, with the arguments `bits` and `table`."""
+    """The base class of all modules in this file."""
 
     bits: int
     table: Table | None
     quantizer: Quantizer | None = None
-    """In a converted model, the quantizer of the copy from which the activation's result is computed again."""
+    """In a converted model, the quantizer of the copy from which the result is computed again."""
 
     def __init__(self, *args, bits: int = ACTIVATION_BITS, table: Table | None = None, **kwargs):
         super().__init__(*args, **kwargs)
@@ -87,7 +83,7 @@ class _FewBit(Guarded):
             self.forward(torch.empty(0))
 
     def _check_own(self) -> None:
-        """Raise InputError if an argument of torch's class got a number of bits, as in GELU(3) and ReLU(3)."""
+        """Raise InputError if an argument of torch's class got a number of bits, as in GELU(3)."""
         for name, allowed in (("inplace", (False, True)), ("approximate", ("none", "tanh"))):
             value = getattr(self, name, allowed[0])
             if type(value) is not type(allowed[0]) or value not in allowed:
@@ -97,7 +93,7 @@ class _FewBit(Guarded):
                 raise InputError(f"{name}: expected {expected}, got {shorten(value)}{hint}")
 
     def _run(self, function, input, *arguments):
-        """Return function(input, *arguments) with the module's bits and table, or the bits of the model's policy if it chooses them."""
+        """Return function(input, *arguments) with the module's bits and table, or the policy's bits."""
         # Gradients in evaluation mode are exact: None stands for torch's own function.
         bits = self.bits if self.training else None
         guard = vars(self).get(GUARD)
@@ -118,7 +114,7 @@ class _FewBit(Guarded):
 
 
 class TwoValued(_FewBit):
-    """The base class of activations whose derivative has only two values, which codes of 1 bit represent exactly."""
+    """The base class of activations whose derivative has two values: codes of 1 bit are exact."""
 
     def __init__(self, *args, bits: int = 1, table: Table | None = None, **kwargs):
         super().__init__(*args, bits=bits, table=table, **kwargs)
@@ -181,7 +177,7 @@ class Softshrink(TwoValued, nn.Softshrink):
 
 
 class RReLU(TwoValued, nn.RReLU):
-    """A torch.nn.RReLU that computes `fewbit.functional.rrelu`. Gradients are exact, also for random slopes."""
+    """A torch.nn.RReLU that computes `fewbit.functional.rrelu`. Gradients are exact."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.rrelu, input, self.lower, self.upper, self.training, self.inplace)
@@ -293,7 +289,7 @@ class FastGELU(_FewBit, nn.Module):
 
 
 class ClippedGELU(_FewBit, nn.Module):
-    """The gelu_10 of transformers, GELU clipped to [-10, 10], computed by `fewbit.functional.gelu_10`."""
+    """The gelu_10 of transformers, computed by `fewbit.functional.gelu_10`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.gelu_10, input)
@@ -330,14 +326,12 @@ class Laplace(_FewBit, nn.Module):
 class Pointwise(_FewBit, nn.Module):
     """A module that applies a user's pointwise callable with `fewbit.functional.pointwise`.
 
-    The callable must have no parameters that need a gradient. Compiled code uses the table with which it was compiled,
-    even if the callable changes later.
+    The callable must have no parameters that need a gradient. Compiled code keeps the table with which it was compiled.
 
     Args:
         function: the callable, which takes a tensor and returns a tensor.
         bits: bits of the code that is saved for each element, 1 to 8.
-        table: a `fewbit.Table` for the callable; by default the solver makes one. The first call refuses the table of
-            another function, if the table's function is known.
+        table: a `fewbit.Table` for the callable; by default the solver makes one. The first call refuses another function's table.
     """
 
     calls_others = True
@@ -347,7 +341,7 @@ class Pointwise(_FewBit, nn.Module):
         self.function = function
 
     def _check_table(self) -> None:
-        """Leave the check to the first call, which knows the device of the callable's parameters."""
+        """Leave the check to the first call, which knows the device."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.pointwise, input, self.function)

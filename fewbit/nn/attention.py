@@ -1,7 +1,4 @@
-"""Multi-head attention, which saves the inputs and the results of its projections quantized.
-
-The module has the arguments of torch's module plus `bits` and `group_size`, as in `fewbit.functional.linear`.
-"""
+"""Multi-head attention, with torch's arguments plus `bits` and `group_size`, as in `fewbit.functional.linear`."""
 
 from __future__ import annotations
 
@@ -21,14 +18,12 @@ __all__ = ["MultiheadAttention"]
 class MultiheadAttention(Quantized, nn.MultiheadAttention):
     """A torch.nn.MultiheadAttention that saves q, k and v, and the inputs of all projections, quantized.
 
-    Each saved element takes `bits` bits. torch computes the three input projections in one matrix product if query, key
-    and value are the same tensor, and in two if only key and value are the same. Each product saves one input. q, k and
-    v, the results of these projections, are saved as in `fewbit.functional.scaled_dot_product_attention`. Attention
-    probabilities are not saved, even if `need_weights` requests them.
+    torch computes the input projections in one matrix product if query, key and value are one tensor, and in two if key and value are; each
+    product saves one input. q, k and v are saved as in `fewbit.functional.scaled_dot_product_attention`, and attention probabilities never.
 
     Attributes:
         quantizer: made from the arguments `bits` and `group_size`; quantizes the inputs of the projections.
-        attention_quantizer: quantizes q, k and v. If it is None, `quantizer` quantizes q, k and v too.
+        attention_quantizer: quantizes q, k and v. If it is None, `quantizer` does.
     """
 
     attention_quantizer: Quantizer | None = None
@@ -73,7 +68,7 @@ class MultiheadAttention(Quantized, nn.MultiheadAttention):
         average_attn_weights,
         is_causal,
     ):
-        """Compute attention as torch.nn.functional.multi_head_attention_forward does. Dimension 0 is the sequence."""
+        """Compute attention as torch.nn.functional.multi_head_attention_forward. Dimension 0 is the sequence."""
         is_batched = torch_functional._mha_shape_check(
             query, key, value, key_padding_mask, attn_mask, self.num_heads
         )
@@ -171,7 +166,7 @@ class MultiheadAttention(Quantized, nn.MultiheadAttention):
         return F.linear(x, weight, bias, quantizer=self.quantizer)
 
     def _projected(self, query, key, value):
-        """Return the projections q, k and v, computed in as few matrix products as in torch."""
+        """Return q, k and v, computed in as few matrix products as in torch."""
         size, bias = self.embed_dim, self.in_proj_bias
         if not self._qkv_same_embed_dim:
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
@@ -193,7 +188,7 @@ def _is_ordinary(x) -> bool:
 
 
 def _parts(projected, count: int):
-    """Split the last dimension of a joint projection into `count` contiguous tensors, as torch does."""
+    """Split the last dimension into `count` contiguous tensors, as torch does."""
     parts = projected.unflatten(-1, (count, projected.shape[-1] // count))
     return parts.unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous().unbind(0)
 
@@ -210,7 +205,7 @@ def _three_dimensional(mask, heads, length, keys):
 
 
 def _extended(*masks):
-    """Return the masks with an entry for one more key, which is not masked."""
+    """Return the masks with an entry for one more key, not masked."""
     return tuple(None if mask is None else torch_functional.pad(mask, (0, 1)) for mask in masks)
 
 

@@ -17,8 +17,8 @@ from fewbit.runtime.quantizers.quantizer import Quantizer
 class Guarded:
     """A mixin that wraps the forward of its subclasses.
 
-    torch.fx.symbolic_trace records a call of the layer as one node. A method `module.forward` that was stored before `fewbit.restore_` runs torch's
-    forward afterwards. fewbit's own code runs outside of the function mode of a converted model (`run_outside`).
+    torch.fx.symbolic_trace records a call as one node. A `module.forward` that was stored before `fewbit.restore_` runs torch's forward
+    afterwards. fewbit's own code runs outside of the function mode of a converted model (`run_outside`).
 
     Attributes:
         calls_others: whether the forward calls other modules or a user's function, and so stays in the function mode.
@@ -36,10 +36,7 @@ class Guarded:
 
 
 class Quantized(Guarded):
-    """A mixin that adds the arguments `bits` (4 by default), `group_size` and `quantizer` ("rotated", "uniform" or None for the usual kind).
-
-    The attribute `quantizer` is a Quantizer made from these arguments, which quantizes the tensors that the forward saves in training mode.
-    """
+    """A mixin that makes `quantizer` from the arguments `bits` (4 by default), `group_size` and `quantizer` ("rotated", "uniform" or None)."""
 
     quantizer: Quantizer
 
@@ -56,7 +53,7 @@ class Quantized(Guarded):
         self.quantizer = made
 
     def _exact(self, *args, **kwargs):
-        """Run the forward of torch's class. Functions that it calls are not compressed either."""
+        """Run the forward of torch's class, and compress no function that it calls."""
         with bypass():
             return super().forward(*args, **kwargs)
 
@@ -90,9 +87,9 @@ def _guarded(forward, name):
 
 
 def _signature_of(cls) -> inspect.Signature:
-    """Return the signature of torch's class, or of an `__init__` without `**kwargs`, plus the options of fewbit's mixins.
+    """Return the signature of torch's class, or of an `__init__` without `**kwargs`, plus the options of mixins.
 
-    `torch.nn.utils.skip_init` looks for `device` in the signature, which `*args, **kwargs` would hide.
+    `torch.nn.utils.skip_init` looks for `device` in it.
     """
     inits = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
     parameters = {}

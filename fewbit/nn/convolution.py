@@ -1,7 +1,4 @@
-"""Convolutions, which save their inputs quantized.
-
-The modules have the arguments of torch's modules plus `bits` and `group_size`, as in `fewbit.functional.conv1d`.
-"""
+"""Convolutions, with torch's arguments plus `bits` and `group_size`, as in `fewbit.functional.conv1d`."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ __all__ = [
 
 
 class _Conv(Quantized):
-    """A mixin with the forward of Conv1d to Conv3d. The attribute `_function` is fewbit's convolution."""
+    """A mixin with the forward of Conv1d to Conv3d."""
 
     _function: Callable
 
@@ -59,7 +56,7 @@ class Conv3d(_Conv, nn.Conv3d):
 
 
 class _ConvTranspose(Quantized):
-    """A mixin with the forward of ConvTranspose1d to ConvTranspose3d. `_function` is fewbit's convolution."""
+    """A mixin with the forward of ConvTranspose1d to ConvTranspose3d."""
 
     _function: Callable
 

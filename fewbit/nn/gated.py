@@ -1,8 +1,4 @@
-"""Gated units, which compute act(gate) * up with an activation act, and save quantized tensors.
-
-The modules have no parameters. Their arguments are `bits` and `group_size`, as in `fewbit.functional.swiglu`. GEGLU
-also has `approximate`, as in torch.nn.GELU, and GLU has `dim`, as in torch.nn.GLU.
-"""
+"""Gated units, which compute act(gate) * up, with the arguments `bits` and `group_size`, as in `fewbit.functional.swiglu`."""
 
 from __future__ import annotations
 

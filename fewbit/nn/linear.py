@@ -1,7 +1,4 @@
-"""Linear layers, which save their inputs quantized.
-
-The modules have the arguments of torch's modules plus `bits` and `group_size`, as in `fewbit.functional.linear`.
-"""
+"""Linear layers, with torch's arguments plus `bits` and `group_size`, as in `fewbit.functional.linear`."""
 
 from __future__ import annotations
 

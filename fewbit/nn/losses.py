@@ -12,10 +12,7 @@ __all__ = ["CrossEntropyLoss", "LinearCrossEntropy"]
 
 
 class CrossEntropyLoss(Quantized, nn.CrossEntropyLoss):
-    """A torch.nn.CrossEntropyLoss that computes `fewbit.functional.cross_entropy`.
-
-    It has the arguments of torch's module plus `bits`, `group_size` and `quantizer`.
-    """
+    """A torch.nn.CrossEntropyLoss, plus `bits`, `group_size` and `quantizer`, that computes `fewbit.functional.cross_entropy`."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         if not self.training:
@@ -33,8 +30,6 @@ class CrossEntropyLoss(Quantized, nn.CrossEntropyLoss):
 
 class LinearCrossEntropy(nn.Linear):
     """The loss `nn.CrossEntropyLoss()(nn.Linear(in_features, out_features)(x), target)`, by `fewbit.functional.linear_cross_entropy`.
-
-    The parameters have the names of those of nn.Linear.
 
     Args:
         in_features: the number of features.
@@ -70,15 +65,7 @@ class LinearCrossEntropy(nn.Linear):
         self.chunk_size = chunk_size
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss.
-
-        Args:
-            input: (*, in_features), floating.
-            target: indices of classes, (*,), int64.
-
-        Returns:
-            A scalar, or for the reduction "none" a tensor of the target's shape.
-        """
+        """Compute the loss of `input` (*, in_features) and the classes `target` (*,) int64: a scalar, or with "none" in the target's shape."""
         return F.linear_cross_entropy(
             input,
             self.weight,

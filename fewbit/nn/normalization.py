@@ -1,8 +1,4 @@
-"""Norms, which save their normalized inputs quantized.
-
-The modules have the arguments of torch's modules plus `bits`, `group_size` and `copies`, as in
-`fewbit.functional.layer_norm`.
-"""
+"""Norms, with torch's arguments plus `bits`, `group_size` and `copies`, as in `fewbit.functional.layer_norm`."""
 
 from __future__ import annotations
 
@@ -30,11 +26,7 @@ __all__ = [
 
 
 class Norm(Quantized):
-    """A mixin that adds the argument `copies`, the number of quantized copies of the normalized input that are saved.
-
-    With 2 independently rounded copies, the mean of the input's gradient over the rounding is exact. With 1 copy it is
-    not (`fewbit/functional/layer_norm.py`).
-    """
+    """A mixin with the argument `copies`: with 2 independently rounded copies of the normalized input, the mean of its gradient is exact."""
 
     copies = 1
 
@@ -121,11 +113,9 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
 
 
 class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
-    """A torch.nn.SyncBatchNorm that saves its normalized input quantized.
+    """A torch.nn.SyncBatchNorm that saves its normalized input quantized, in one copy if there are several processes.
 
-    In a group of several processes one copy is saved, whatever `copies` is.
-
-    The method `convert_sync_batchnorm` creates layers of torch's class, so call this method before `compress_`.
+    `convert_sync_batchnorm` creates layers of torch's class, so call it before `compress_`.
     """
 
     def _normalize(self, input, vectors, by_batch, momentum) -> Tensor:
@@ -137,7 +127,7 @@ class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
         return sync_batch_norm(input, weight, bias, *statistics, quantizer=self.quantizer)
 
     def _group(self):
-        """Return the process group with which to synchronize; None if there is no other process."""
+        """Return the process group to synchronize with, or None."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return None
         group = self.process_group or torch.distributed.group.WORLD
@@ -145,7 +135,7 @@ class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
 
 
 class _InstanceNorm(Norm):
-    """A mixin that replaces `_apply_instance_norm`, which the forward of torch's instance norms calls."""
+    """A mixin that replaces `_apply_instance_norm` of torch's instance norms."""
 
     def _apply_instance_norm(self, input: Tensor) -> Tensor:
         if not self.training:

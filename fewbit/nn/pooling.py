@@ -1,4 +1,4 @@
-"""Pooling and upsampling. Max pooling saves the position of each maximum in its window, the others save nothing."""
+"""Pooling and upsampling. Max pooling saves the position of each maximum, the others save nothing."""
 
 from __future__ import annotations
 
@@ -29,12 +29,7 @@ __all__ = [
 
 
 class _Resizing(Guarded):
-    """A mixin with the forward of pooling and upsampling.
-
-    Attributes:
-        _function: the function of `fewbit.functional` that the forward calls.
-        _names: the names of the module's attributes that are the function's arguments.
-    """
+    """A mixin that calls the function `_function` with the attributes `_names` of the module."""
 
     _function: Callable
     _names: tuple[str, ...]

@@ -26,17 +26,15 @@ LINEAR = {
     **_pairs(convolution, "Conv1d", "Conv2d", "Conv3d"),
     **_pairs(convolution, "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"),
 }
-"""{torch's class: fewbit's class}, like NORMS and ACTIVATIONS. Other subclasses of torch's classes are not
-accepted, because they may compute something else."""
+"""{torch's class: fewbit's class}. Other subclasses of torch's classes may compute something else."""
 
 
 class PreActivation(nn.Module):
-    """A block that computes linear(activation(norm(x))) and saves the normalized x once, in fixed point.
+    """A block that computes linear(activation(norm(x))) and saves the normalized x once, in fixed point (BLPA, Chakrabarti and Moseley, 2019).
 
-    norm, activation and linear become children of the block with these names; the class of each is replaced by fewbit's subclass. The method is that
-    of BLPA (Chakrabarti and Moseley, 2019, section 3.2). In training the block saves `4 * bits * ceil(n / 32)` bytes for n elements of the norm's
-    input, and a reciprocal standard deviation for each channel (batch norm) or row (layer norm). docs/guides/preactivation.md says how exact the
-    gradients are. A conversion of the model does not change the block.
+    norm, activation and linear become children with these names. In training the block saves `4 * bits * ceil(n / 32)` bytes for n elements of
+    the norm's input, and a reciprocal standard deviation for each channel (batch norm) or row (layer norm). docs/guides/preactivation.md says how
+    exact the gradients are. A conversion of the model does not change the block.
 
     Args:
         norm: a torch.nn.BatchNorm1d to BatchNorm3d or a LayerNorm.
@@ -85,7 +83,7 @@ class PreActivation(nn.Module):
 
     @property
     def bits(self) -> int:
-        """The number of bits that are saved for each element of the norm's input."""
+        """The bits per element of the norm's input."""
         return self.norm.quantizer.bits
 
     def extra_repr(self) -> str:

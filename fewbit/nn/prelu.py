@@ -1,7 +1,4 @@
-"""PReLU, which saves the sign of its input in 1 bit and the negative part quantized.
-
-The module has the arguments of torch's module plus `bits` and `group_size`, as in `fewbit.functional.prelu`.
-"""
+"""PReLU, with torch's arguments plus `bits` and `group_size`, as in `fewbit.functional.prelu`."""
 
 from __future__ import annotations
 

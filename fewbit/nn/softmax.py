@@ -1,7 +1,4 @@
-"""Softmax and its logarithm, which save the probabilities quantized.
-
-The modules have the arguments of torch's modules plus `bits` and `group_size`, as in `fewbit.functional.softmax`.
-"""
+"""Softmax and its logarithm, with torch's arguments plus `bits` and `group_size`, as in `fewbit.functional.softmax`."""
 
 from __future__ import annotations
 

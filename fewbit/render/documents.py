@@ -15,14 +15,13 @@ from fewbit.text import shorten
 class Document(Result):
     """A result that can be saved as JSON and loaded again without loss of precision.
 
-    A subclass defines the name of its JSON Schema, `_schema`. It also defines the method `to_dict`, which returns the
-    document as a dict, and the class method `_of_document`, which makes a result from such a dict.
+    A subclass defines the name of its JSON Schema, `_schema`, the method `to_dict`, and the class method `_of_document`, its inverse.
     """
 
     _schema: ClassVar[str]
 
     def document(self) -> dict:
-        """Return the plain values that `to_json` writes. They are those that `to_dict` returns."""
+        """Return the result of `to_dict`."""
         return self.to_dict()
 
     @classmethod
@@ -58,7 +57,7 @@ class Document(Result):
 
 
 def _check_texts(value, place: tuple = ()) -> None:
-    """Raise InputError, with the path `place`, if a text of a document has unprintable characters: files may be untrusted."""
+    """Raise InputError, with the path `place`, if a text has unprintable characters: files may be untrusted."""
     if isinstance(value, dict):
         for key, inside in value.items():
             _check_texts(key, place)

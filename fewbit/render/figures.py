@@ -1,4 +1,4 @@
-"""The common style of figures. matplotlib is imported only when something is drawn. pyplot is never imported."""
+"""The common style of figures. matplotlib is imported only when something is drawn, pyplot never."""
 
 from __future__ import annotations
 
@@ -35,17 +35,13 @@ STYLE = {
 
 
 def draw(fill: Callable, path: str | os.PathLike | None = None, force: bool = False, figure=None):
-    """Draw a figure in the common style, and save it if a path is given.
+    """Draw a figure in the common style, and save it if a path is given. Return the figure.
 
     Args:
-        fill: A function that gets the matplotlib Figure and draws into it. If `figure` is None, the Figure is new, and
-            `fill` should also set its size.
+        fill: A function that gets the matplotlib Figure and draws into it. It also sets the size of a new Figure.
         path: The file to write, if any. Its name ends in .png or .svg.
         force: Whether to replace the file if it exists.
         figure: The figure to draw into, by default a new one.
-
-    Returns:
-        The figure, which shows itself in a notebook.
 
     Raises:
         FewbitError: The file name has another ending, or matplotlib is not installed.
@@ -62,7 +58,7 @@ def draw(fill: Callable, path: str | os.PathLike | None = None, force: bool = Fa
 
 
 def new_figure():
-    """Make an empty figure, which shows itself in a notebook although pyplot has not made it."""
+    """Make an empty figure, which a notebook shows although pyplot has not made it."""
     matplotlib()
     from matplotlib.figure import Figure
 
@@ -72,12 +68,12 @@ def new_figure():
 
 
 def style():
-    """Return a context manager for a `with` block in which matplotlib draws in the common style."""
+    """Return a context manager in which matplotlib draws in the common style."""
     return matplotlib().rc_context(STYLE)
 
 
 def render(figure, format: str = "png", dpi: int = 160) -> bytes:
-    """Return a figure as the bytes of a PNG or SVG file. `dpi` is the resolution of a PNG, in pixels per inch."""
+    """Return a figure as PNG or SVG bytes. `dpi` is the resolution of a PNG, in pixels per inch."""
     buffer = BytesIO()
     with style(), warnings.catch_warnings():
         # A name may contain characters that no installed font has.
@@ -89,7 +85,7 @@ def render(figure, format: str = "png", dpi: int = 160) -> bytes:
 
 
 def literal(text: str) -> str:
-    """Escape the dollar signs of a text, between which matplotlib would otherwise parse a formula."""
+    """Escape dollar signs, between which matplotlib would parse a formula."""
     return text.replace("$", r"\$")
 
 
@@ -99,11 +95,7 @@ def title(axes, text: str) -> None:
 
 
 def matplotlib(feature: str = "plotting"):
-    """Import and return matplotlib. Raise FewbitError if it is not installed or cannot be used.
-
-    Args:
-        feature: The feature that needs it, for the message.
-    """
+    """Import and return matplotlib for a `feature`. Raise FewbitError if it cannot be used."""
     try:
         with needed_for(feature):
             import matplotlib

@@ -11,33 +11,28 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def module_name(path: str) -> str:
-    """Return the dotted path of a module, or "(model)" for the model itself, whose path is ""."""
+    """Return a module's path, or "(model)" for ""."""
     return path or "(model)"
 
 
 def module_pattern(path: str) -> str:
-    """Return the path of a module as `module_name` does, with * in place of numbers, such as `layers.*.fc`."""
+    """Return a module's path with * in place of numbers, such as `layers.*.fc`."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module_name(path))
 
 
 def bits_or_exact(bits: float | None) -> str:
-    """Return a number of bits as text, such as `2 bits`, or `exact` for None."""
+    """Return `2 bits`, or `exact` for None."""
     return "exact" if bits is None else counted(float(f"{bits:.4g}"), "bit")
 
 
 def unit_of(size: int, most: str = "GiB") -> tuple[str, int]:
-    """Return the largest unit that is not larger than `size` bytes, as (name, bytes).
-
-    Args:
-        size: A number of bytes.
-        most: The name of the largest unit that may be returned.
-    """
+    """Return the largest unit up to `most` that is not larger than `size` bytes, as (name, bytes)."""
     units = UNITS[[name for name, _ in UNITS].index(most) :]
     return next((unit for unit in units if size >= unit[1]), units[-1])
 
 
 def amount(size: int, unit: tuple[str, int] | None = None) -> str:
-    """Format a number of bytes as `12.34 MiB`. If `unit`, (name, bytes), is given, format it in this unit: `12.34`."""
+    """Format bytes as `12.34 MiB`, or in the given unit, (name, bytes), as `12.34`."""
     name, scale = unit or unit_of(size)
     text = f"{size / scale:,.2f}" if scale > 1 else f"{size:,d}"
     return text if unit else f"{text} {name}"
@@ -50,11 +45,7 @@ def share(part: float, whole: float) -> str:
 
 
 def short(value: float) -> str:
-    """Format a number of at least 0 in at most 7 characters.
-
-    Numbers from 0.001 to 10 have four decimals, as in the paper. Larger ones have five digits, and the smallest and the
-    largest numbers an exponent.
-    """
+    """Format a number of at least 0 in at most 7 characters: four decimals from 0.001 to 10, as in the paper."""
     if value == 0:
         return "0"
     if 1e-3 <= value < 10:
@@ -65,10 +56,7 @@ def short(value: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Format a number with 3 significant digits, or with 2 if 3 take more than 6 characters or an exponent.
-
-    Infinity and NaN become "-".
-    """
+    """Format a number with 3 significant digits, or 2 if 3 take more than 6 characters. Infinity and NaN become "-"."""
     if not math.isfinite(value):
         return "-"
     text = f"{value:.3g}"
@@ -81,7 +69,7 @@ def exponential(value: float) -> str:
 
 
 def plain_exponent(text: str) -> str:
-    """Shorten the exponent of a formatted number, if it has one: 1e-04 is 1e-4."""
+    """Shorten the exponent of a formatted number: 1e-04 is 1e-4."""
     mantissa, _, exponent = text.partition("e")
     return f"{mantissa}e{int(exponent)}" if exponent else text
 
@@ -92,5 +80,5 @@ def decimal(value: float) -> str:
 
 
 def limit_text(limit: float) -> str:
-    """Format 1 + e2, the limit that ErrorBound sets for the gradient ratio. A small e2 stays visible: 1 + 1e-05."""
+    """Format 1 + e2, the limit of ErrorBound, so that a small e2 stays visible: 1 + 1e-05."""
     return f"{limit:.4g}" if limit >= 1.001 else f"1 + {limit - 1:.3g}"

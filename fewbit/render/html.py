@@ -1,7 +1,4 @@
-"""Views as HTML, for notebooks and files. Each function returns HTML in which the view's texts are escaped.
-
-A view (`View`) describes how a result is shown: its title, table, notes and picture.
-"""
+"""Views as HTML, in which texts are escaped."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ STYLES = {
 
 
 def page(view: View) -> str:
-    """Return a whole HTML document that shows a view."""
+    """Return a whole HTML document."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(view.title)}</title></head>\n'
         f"<body>{block(view)}</body></html>\n"
@@ -30,7 +27,7 @@ def page(view: View) -> str:
 
 
 def block(view: View) -> str:
-    """Return the HTML element that shows a view: a <div>, or <details> if the view is folded."""
+    """Return a <div>, or <details> if the view is folded."""
     notes = "<br>".join(map(escape, view.notes))
     inside = (
         (f"<pre>{escape(view.code)}</pre>" if view.code else "")
@@ -50,7 +47,7 @@ def block(view: View) -> str:
 
 
 def table(view: View) -> str:
-    """Return the <table> of a view, or "" if it has no columns. There is no header if no column has a title."""
+    """Return the <table>, or "" without columns."""
     if not view.columns:
         return ""
     titles = tuple(column.title for column in view.columns)
@@ -72,7 +69,7 @@ def _line(tag: str, columns: tuple[Column, ...], line: Line) -> str:
 
 
 def bar(view: View) -> str:
-    """Return a bar of colored parts with a legend below, or "" if the view has no bar."""
+    """Return a bar of colored parts with a legend, or ""."""
     if not view.bar:
         return ""
     parts = "".join(
@@ -89,7 +86,7 @@ def bar(view: View) -> str:
 
 
 def picture(view: View) -> str:
-    """Return an <img> of the view's figure, or "" if the view has no figure or matplotlib is not installed."""
+    """Return an <img> of the view's figure, or "" if there is none or matplotlib is not installed."""
     if view.figure is None:
         return ""
     try:

@@ -19,8 +19,7 @@ STEP = 2.0  # pixels: the least distance of two labels, and of the sampled posit
 def add_labels(axes, labels) -> None:
     """Write each label (text, (x, y) in data coordinates, color) beside its point so that it covers no other label and no point.
 
-    Places without a line of the figure between label and point are preferred, then those at which the label covers least of the lines. The most
-    important label comes first; a label for which no place is free is left out.
+    Lines of the figure are avoided if possible. The most important label comes first; one without a free place is left out.
     """
     from matplotlib.patheffects import withStroke
 
@@ -55,14 +54,14 @@ def add_labels(axes, labels) -> None:
 
 
 def _aligned(where: float, gap: float, length: float, axis: int) -> tuple[str, float]:
-    """Return the alignment of a label along an axis (0 or 1), in the direction `where` of -1 to 1, and its offset in points."""
+    """Return a label's alignment along an axis (0 or 1), in the direction `where` of -1 to 1, and its offset in points."""
     if where in ALIGNED:
         return ALIGNED[where][axis], where * gap
     return "center", where * (gap + length / 2)
 
 
 def _boxes(place, size, radius: float, pixels: float):
-    """Yield boxes (x0, y0, x1, y1) in pixels for a label around a marker, the preferred first, as (box, side, gap in points)."""
+    """Yield (box (x0, y0, x1, y1) in pixels, side, gap in points) for a label around a marker, the preferred first."""
     for distance, side in product(DISTANCES, SIDES + BETWEEN):
         gap, where = radius + distance * pixels, np.array(side)
         low = place + where * gap + (where - 1) / 2 * size
@@ -70,7 +69,7 @@ def _boxes(place, size, radius: float, pixels: float):
 
 
 def _hidden(found, place, radius: float, lines, pixels: float) -> tuple[bool, bool, int]:
-    """Return a sort key: whether a line lies between label and marker, whether the label covers one, and how much of lines."""
+    """Return a sort key: whether a line lies between label and marker, whether the label covers one, and how much."""
     box, side, gap = found
     between = [place + np.array(side) * step for step in np.linspace(radius, gap * pixels, 5)]
     is_apart = any(_covered((*point, *point), lines, STEP) for point in between)
@@ -79,7 +78,7 @@ def _hidden(found, place, radius: float, lines, pixels: float) -> tuple[bool, bo
 
 
 def _lines(axes, pixels):
-    """Return positions along all lines, (n, 2), and a list of (center, radius) of all markers, all in pixels."""
+    """Return positions along all lines, (n, 2), and (center, radius) of all markers, in pixels."""
     along, markers = [np.empty((0, 2))], []
     for line in axes.lines:
         corners = line.get_transform().transform(np.column_stack(line.get_data()))
@@ -98,13 +97,13 @@ def _is_within(box, extent) -> bool:
 
 
 def _overlap(a, b) -> bool:
-    """Return whether two boxes overlap or nearly do, since at another resolution the labels' sizes differ slightly."""
+    """Return whether boxes overlap or nearly do, since labels' sizes depend on the resolution."""
     near_x = a[0] < b[2] + STEP and b[0] < a[2] + STEP
     return near_x and a[1] < b[3] + STEP and b[1] < a[3] + STEP
 
 
 def _covered(box, places, margin: float) -> int:
-    """Count the positions in `places`, (n, 2), that are inside a box or within a margin around it, in pixels."""
+    """Count the positions (n, 2) inside a box with a margin, in pixels."""
     x0, y0, x1, y1 = box
     x, y = places.T
     near = (x > x0 - margin) & (x < x1 + margin) & (y > y0 - margin) & (y < y1 + margin)

@@ -16,14 +16,13 @@ from fewbit.render.view import View
 
 
 class Result:
-    """A result that can be shown in a terminal (by rich or `str`) and in a notebook, and written as CSV, JSON and HTML.
+    """A result that can be shown in a terminal and in a notebook, and written as CSV, JSON and HTML.
 
-    A subclass defines `records()` and `view()`. It also defines `document()` if the JSON contains more than the
-    records, and `_draw()` if the result has a picture.
+    A subclass defines `records()` and `view()`, `document()` if the JSON has more than the records, and `_draw()` for a picture.
     """
 
     def records(self) -> list[dict]:
-        """Return a dict of plain values for each row. Numbers are not rounded."""
+        """Return a dict of plain values for each row, not rounded."""
         raise NotImplementedError
 
     def view(self) -> View:
@@ -54,7 +53,7 @@ class Result:
         return html.block(self.view())
 
     def to_html(self, path: str | os.PathLike | None = None, force: bool = False) -> str:
-        """Return a whole HTML document, and write it to `path` if given. Arguments and errors are those of `to_csv`."""
+        """Return a whole HTML document, and write it to `path` if given, as `to_csv`."""
         return _written(html.page(self.view()), path, force)
 
     def to_csv(self, path: str | os.PathLike | None = None, force: bool = False) -> str:
@@ -74,17 +73,14 @@ class Result:
         return _written(buffer.getvalue(), path, force)
 
     def to_json(self, path: str | os.PathLike | None = None, force: bool = False) -> str:
-        """Return `document()` as JSON text, and write the text to `path` if given.
-
-        Infinite numbers and NaN become null. The arguments and errors are those of `to_csv`.
-        """
+        """Return `document()` as JSON text, and write it to `path` if given, as `to_csv`. Infinite numbers and NaN become null."""
         text = json.dumps(finite(self.document()), indent=1, allow_nan=False) + "\n"
         return _written(text, path, force)
 
     def save(self, path: str | os.PathLike, force: bool = False) -> None:
-        """Write the result to a file, as CSV, HTML, PNG or SVG according to the file name's ending, else as JSON.
+        """Write the result as CSV, HTML, PNG or SVG according to the file name's ending, else as JSON.
 
-        The arguments and errors are those of `to_csv`. For a picture, the errors are those of `plot`.
+        Arguments and errors are those of `to_csv`, and for a picture of `plot`.
         """
         ending = Path(path).suffix.lower()
         if ending in (".png", ".svg"):
@@ -94,14 +90,11 @@ class Result:
             writers.get(ending, self.to_json)(path, force)
 
     def plot(self, path: str | os.PathLike | None = None, force: bool = False):
-        """Draw the picture of the result, and write it to `path` if given.
+        """Draw the picture of the result, and write it to `path` if given. Return the matplotlib Figure.
 
         Args:
             path: The file to write, if any. Its name ends in .png or .svg.
             force: Whether to replace the file if it exists.
-
-        Returns:
-            The matplotlib Figure.
 
         Raises:
             FewbitError: The result has no picture, the file name has another ending, or matplotlib is not installed.
@@ -110,7 +103,7 @@ class Result:
         return figures.draw(self._draw, path, force)
 
     def _draw(self, figure) -> None:
-        """Draw the picture of the result into an empty figure."""
+        """Draw the picture into an empty figure."""
         raise FewbitError(f"expected a result that has a picture, got {type(self).__name__}")
 
 
@@ -121,7 +114,7 @@ def _written(text: str, path, force: bool) -> str:
 
 
 def finite(value):
-    """Return plain values in which None replaces infinite numbers and NaN, which JSON lacks. Tuples become lists."""
+    """Return plain values with None for infinite numbers and NaN, which JSON lacks, and lists for tuples."""
     if isinstance(value, dict):
         return {key: finite(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):

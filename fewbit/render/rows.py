@@ -14,8 +14,7 @@ NAMED = 4
 class Rows(Result, Sequence):
     """A result that is a sequence of rows. Two results of a class are equal if their rows are equal.
 
-    A subclass defines the text `_headline`, which is the title, and the method `_full`, which returns the view. Both
-    are used only if there are rows.
+    A subclass defines the title `_headline`, and the method `_full`, which returns the view, for results with rows.
 
     Args:
         rows: Named tuples, in the order in which the forward pass reaches the layers.
@@ -36,11 +35,11 @@ class Rows(Result, Sequence):
 
     @property
     def unobserved(self) -> tuple[str, ...]:
-        """The paths of the layers whose saved tensors were not measured, in the order of the model."""
+        """The paths of the layers whose saved tensors were not measured."""
         return tuple(self._why)
 
     def _of_unobserved(self) -> list[str]:
-        """Return a line for each reason why layers were not measured, with the names of some of these layers."""
+        """Return a line for each reason, with the names of some layers."""
         by_reason = {}
         for name, why in self._why.items():
             by_reason.setdefault(why, []).append(name or "the model")
@@ -63,7 +62,7 @@ class Rows(Result, Sequence):
 
     @property
     def title(self) -> str:
-        """The first line of what is shown: the subclass's headline, or the text `empty` if there are no rows."""
+        """The subclass's headline, or `empty` if there are no rows."""
         text = self._headline if self else self._empty
         return f"{self._ended}: {text}" if self._ended else text
 
@@ -72,5 +71,5 @@ class Rows(Result, Sequence):
         return [row._asdict() for row in self]
 
     def view(self) -> View:
-        """Return the view of the subclass, or the title alone if there are no rows."""
+        """Return the view, of the title alone if there are no rows."""
         return self._full() if self else View(self.title)

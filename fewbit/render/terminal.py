@@ -1,7 +1,4 @@
-"""Views as text: tables that fit the width of a terminal. rich is imported only when something is shown.
-
-A view (`View`) describes how a result is shown: its title, table, notes and picture.
-"""
+"""Views as text: tables that fit the width of a terminal. rich is imported only when something is shown."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ MOST_ROWS = 20
 GAP = 2
 """Characters between two columns."""
 LEAST_WIDTH, FILE_WIDTH = 80, 100
-"""The characters per line of `str(result)`: the least number, and the number if there is no terminal."""
+"""The least number of characters per line of `str(result)`, and the number without a terminal."""
 
 
 def shown(view: View, width: int) -> Iterator:
-    """Yield the objects that rich prints to show a view in lines of `width` characters."""
+    """Yield the objects that rich prints in lines of `width` characters."""
     from rich.text import Text
 
     if view.title:
@@ -47,7 +44,7 @@ def shown(view: View, width: int) -> Iterator:
 
 
 def grid(view: View, width: int) -> tuple:
-    """Return a rich table that fits `width` characters, and a list of the titles of the columns that are left out."""
+    """Return a rich table that fits `width`, and the titles of the columns left out."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -90,10 +87,9 @@ def _is_repeated(columns: Sequence[Column], lines: Sequence[Line], number: int, 
 
 
 def fit(columns: Sequence[Column], rows: Sequence[tuple[str, ...]], width: int) -> tuple:
-    """Choose columns and their widths so that the table fits `width` characters, and shorten names.
+    """Choose columns and widths so that the table fits `width` characters: drop columns in the order of `drop`, then narrow "name" and "text".
 
-    Columns are dropped in the order of `drop`; then "name" and "text" get narrower, the widest first. Different names stay different, if
-    there is room. Returns (indices of the shown columns, texts of their cells for each row, widths in characters).
+    Return (indices of the shown columns, texts of their cells for each row, widths in characters).
     """
     widths = [
         max(map(len, cells))
@@ -128,15 +124,12 @@ def _at(values: Sequence, places: Sequence[int]) -> list:
 
 
 def _total(widths: Sequence[int]) -> int:
-    """Return the width of a table with these columns, in characters. After the last column there is one space."""
+    """Return the width of a table, with one space after the last column."""
     return sum(widths) + GAP * len(widths) - 1
 
 
 def shortened_alike(names: Sequence[str], room: int) -> Sequence[str]:
-    """Shorten names to `room` characters. An ellipsis replaces the middle, at the same place in all names.
-
-    The place is chosen such that as many names as possible stay different.
-    """
+    """Shorten names to `room` characters by an ellipsis, at the same place in all, which keeps as many as possible different."""
     if max(map(len, names)) <= room:
         return names
     heads = range((room - 1) // 3, room - 1)
@@ -145,13 +138,7 @@ def shortened_alike(names: Sequence[str], room: int) -> Sequence[str]:
 
 
 def shortened(path: str, room: int, head: int | None = None) -> str:
-    """Shorten a dotted path to `room` characters. An ellipsis replaces the middle.
-
-    Args:
-        path: The path.
-        room: The largest number of characters.
-        head: The number of characters before the ellipsis; by default a third of `room`.
-    """
+    """Shorten a dotted path to `room` characters by an ellipsis after `head` characters, by default a third of `room`."""
     if len(path) <= room:
         return path
     head = (room - 1) // 3 if head is None else head
@@ -159,7 +146,7 @@ def shortened(path: str, room: int, head: int | None = None) -> str:
 
 
 def show(result) -> None:
-    """Print a result to standard output, as rich prints it. If rich is not installed, print `str(result)`."""
+    """Print a result as rich does, or `str(result)` if rich is not installed."""
     try:
         from rich.console import Console
     except ModuleNotFoundError:
@@ -169,7 +156,7 @@ def show(result) -> None:
 
 
 def plain(renderable, width: int = LEAST_WIDTH) -> str:
-    """Return an object as rich prints it, as text without colors in lines of `width` characters."""
+    """Return what rich prints, as text without colors in lines of `width` characters."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
@@ -178,5 +165,5 @@ def plain(renderable, width: int = LEAST_WIDTH) -> str:
 
 
 def plain_width() -> int:
-    """Return the characters per line of `str(result)`: $COLUMNS if set, else the terminal's width, but at least 80."""
+    """Return $COLUMNS if set, else the terminal's width, at least 80."""
     return max(LEAST_WIDTH, shutil.get_terminal_size((FILE_WIDTH, 24)).columns)

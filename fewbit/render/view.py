@@ -1,4 +1,4 @@
-"""The description of how a result is shown: a title, columns that make text from rows, notes and a picture."""
+"""The description of how a result is shown."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Column:
 
 
 class Line(NamedTuple):
-    """A line of a table: the texts of its cells, their styles and the style of the line, as rich names styles."""
+    """The texts of a line's cells, their styles and the style of the line, as rich names styles."""
 
     cells: tuple[str, ...]
     styles: tuple[str, ...]
@@ -56,12 +56,11 @@ class View:
     Args:
         title: One line, or "".
         columns: The columns of the table. Without columns there is no table.
-        rows: One object, of any class, for each row of the table. The columns make the texts of cells from it.
-        notes: Lines of text below the table. A line that begins with the title of a column and a colon explains that
-            column, and is not shown in a terminal that leaves out the column.
+        rows: One object, of any class, for each row of the table.
+        notes: Lines of text below the table. A line that begins with the title of a column and a colon is shown in a terminal only
+            together with this column.
         total: A row for the last line, if any.
-        rest: A function that gets the rows for which a long table has no room, and returns one row that sums them up.
-            If None, all rows are shown.
+        rest: A function of the rows for which a long table has no room, which returns one row for them. If None, all rows are shown.
         bar: (label, fraction of the whole, color) for each part of a bar, for HTML.
         figure: A function that makes a matplotlib Figure, for HTML.
         more: Further views, which are shown below this view.
@@ -87,10 +86,7 @@ class View:
         return shown(self, options.max_width)
 
     def lines(self, most: int) -> Iterator[Line]:
-        """Yield the lines of the table.
-
-        If `rest` is set and there are more than `most` + 1 rows, the rows after the first `most` share one line.
-        """
+        """Yield the lines of the table. If `rest` is set, rows after the first `most` (and one more) share one line."""
         # If only one row were left out, the line that says "1 more" would take as much room as the row.
         is_cut = self.rest is not None and len(self.rows) > most + 1
         count = most if is_cut else len(self.rows)

@@ -1,7 +1,4 @@
-"""Untrusted JSON documents: limits that are checked before parsing, JSON Schemas, and validators with one-line errors.
-
-Tables and results are read with these. This folder may import the files in the root of the package. It does not import torch.
-"""
+"""Untrusted JSON documents: limits that are checked before parsing, JSON Schemas, and validators with one-line errors."""
 
 from __future__ import annotations
 
@@ -30,42 +27,28 @@ FILES = {
 
 @cache
 def load(name: str) -> dict:
-    """Return the JSON Schema, a dict, for documents whose field `schema` is `name`. FILES lists the names."""
+    """Return the JSON Schema for documents whose field `schema` is `name`, one of FILES."""
     return json.loads(pkgutil.get_data(__name__, FILES[name]))
 
 
 def find_error(document, name: str) -> tuple[str, str] | None:
-    """Find the first place at which a document violates a schema.
-
-    Args:
-        document: Parsed JSON.
-        name: The name of the schema, one of FILES.
+    """Find the first place at which a document, parsed JSON, violates the schema `name`.
 
     Returns:
-        None if the document is valid, else (path, message). The path looks like `tables[3].codes[5]`. It is empty if
-        the error concerns the whole document.
+        None if the document is valid, else (path, message). The path looks like `tables[3].codes[5]`, or is empty for the whole document.
     """
     found = _find(document, load(name), load(name))
     return None if found is None else (format_path(found[0]), found[1])
 
 
 def find_field_error(value, field: str, name: str) -> tuple[str, str] | None:
-    """Find the first place at which the value of one field violates the schema of its document.
-
-    Args:
-        value: Parsed JSON.
-        field: The name of the field.
-        name: The name of the schema, one of FILES.
-
-    Returns:
-        None if the value is valid, else (path, message) as `find_error` returns them. The path begins with the field.
-    """
+    """Find the first place at which the value of one field violates its schema, as `find_error` does."""
     found = _find(value, load(name)["properties"][field], load(name))
     return None if found is None else (format_path([field, *found[0]]), found[1])
 
 
 def format_path(parts) -> str:
-    """Join the parts of a path, such as `["tables", 3, "codes", 5]`, to `tables[3].codes[5]`."""
+    """Join `["tables", 3, "codes", 5]` to `tables[3].codes[5]`."""
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return path.removeprefix(".")
 
@@ -98,7 +81,7 @@ def _is_same(value, constant) -> bool:
 
 
 def _if(type_: str, test) -> Callable:
-    """Make a check that applies `test(value, limit)` to values of one JSON type and accepts all others, as JSON Schema requires."""
+    """Make a check that applies `test(value, limit)` to values of one JSON type, as JSON Schema requires."""
     return lambda value, limit: not _TYPES[type_](value) or test(value, limit)
 
 
@@ -122,7 +105,7 @@ _SILENT = {"$schema", "$id", "$defs", "title", "description"}
 
 
 def _find(value, rules, root) -> tuple[list, str] | None:
-    """Return (path of keys and indices, message) of the first place at which parsed JSON violates a schema, or None."""
+    """Return (path of keys and indices, message) of the first violation, or None."""
     if rules is True:
         return None
     if "$ref" in rules:
@@ -150,7 +133,7 @@ def _find(value, rules, root) -> tuple[list, str] | None:
 
 
 def _referred(reference: str, root: dict) -> tuple[dict, dict]:
-    """Return the schema that a `$ref` names, and the root schema for references inside that schema."""
+    """Return the schema that a `$ref` names, and the root for references inside it."""
     if reference.startswith("#/$defs/"):
         return root["$defs"][reference.removeprefix("#/$defs/")], root
     found = next(load(name) for name in FILES if load(name)["$id"] == reference)

@@ -13,26 +13,20 @@ from fewbit.errors import FewbitError
 from fewbit.text import shorten
 
 MOST_BYTES = 2**23
-"""Largest size of a document's text in bytes; the largest shipped file has a thirtieth of this."""
+"""Largest size of a document's text in bytes, thirty times that of the largest shipped file."""
 MOST_DEPTH = 16
 """Largest depth of nested arrays and objects; a table has 4 levels."""
 MOST_CONTAINERS = 2**17
 """Largest number of arrays and objects in a document."""
 MOST_DIGITS = 1000
-"""Largest number of characters of a number; no float64 has more than 767 significant digits."""
+"""Largest number of characters of a number; a float64 has at most 767 significant digits."""
 
 # An unclosed string matches up to the end of the text, so that the search never backtracks.
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)|[\[\]{}]', re.DOTALL)
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
-    """Open a regular file for reading. Pipes, devices and folders are refused at once, since reading them could block.
-
-    Args:
-        path: The path of a regular file, or of a link to one.
-
-    Returns:
-        The open file, binary.
+    """Open a regular file, or a link to one, in binary. Pipes, devices and folders are refused, since reading them could block.
 
     Raises:
         OSError: The file cannot be opened, or is not a regular file.
@@ -54,16 +48,8 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
 def read_text(path: str | os.PathLike, error: type[FewbitError] = FewbitError) -> str:
     """Read a UTF-8 text file of at most `MOST_BYTES`.
 
-    Args:
-        path: The file's path.
-        error: The exception class to raise.
-
-    Returns:
-        The text.
-
     Raises:
-        FewbitError: The file cannot be read, is too large or is not UTF-8. The class of the exception is `error`, and
-            the message is one line that starts with the path.
+        FewbitError: The file cannot be read, is too large or is not UTF-8. The class of the exception is `error`.
     """
     try:
         with open_regular(path) as file:
@@ -89,12 +75,8 @@ def parse_json(text: str, prefix: str = "", error: type[FewbitError] = FewbitErr
         prefix: The beginning of error messages, such as `gelu.json: `.
         error: The exception class to raise.
 
-    Returns:
-        The parsed value, made of dicts, lists, strings, ints, floats, bools and None.
-
     Raises:
-        FewbitError: The text is not JSON, or breaks these rules. The class of the exception is `error`, and the message
-            is one line.
+        FewbitError: The text is not JSON, or breaks these rules. The class of the exception is `error`.
     """
     if len(text) > MOST_BYTES:
         raise error(
@@ -141,7 +123,7 @@ def parse_json(text: str, prefix: str = "", error: type[FewbitError] = FewbitErr
 
 
 def _find_nesting(text: str) -> str:
-    """Return the text ("at most ..., got more") for a violation of the limits on nesting, or "" if there is none."""
+    """Return the text "at most ..., got more" for too much nesting, or ""."""
     depth = containers = 0
     for match in _STRING_OR_BRACKET.finditer(text):
         character = text[match.start()]

@@ -1,7 +1,7 @@
 """The domain, cut into cells on which f' is monotone, with integrals of f' over every cell.
 
-A cell is the interval between two neighboring *nodes*. Kinks (points at which f' jumps or is not smooth), extrema of f' and
-jumps of w are always nodes, so the integrands are smooth; Gauss-Legendre quadrature integrates them. Every cell has mass.
+A cell is the interval between two neighboring *nodes*. Kinks, extrema of f' and jumps of w are always nodes, so that
+Gauss-Legendre quadrature integrates smooth functions.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _LEAST_SLOPE = 1e-140
 
 @dataclass(frozen=True)
 class Cells:
-    """n cells in ascending x. Every attribute is float64 (n,), with one number for each cell.
+    """n cells in ascending x. Every attribute is float64 (n,).
 
     Attributes:
         left: The left ends.
         right: The right ends.
         value_left: The limit of f' at the left end from inside.
         value_right: The limit of f' at the right end from inside.
-        mass: The integral of w.
+        mass: The integral of w, not 0.
         mean: The weighted mean of f'.
         spread: The integral of (f' - mean)**2 w.
-        lowest: The smallest value of f', among the two limits and the points of the quadrature.
+        lowest: The smallest of the two limits and the values of f' at points of the quadrature.
         highest: The largest of these values.
     """
 
@@ -55,7 +55,7 @@ class Cells:
         return len(self.left)
 
     def take(self, index):
-        """Return the cells that `index` selects: an array of indices, or a bool mask (n,)."""
+        """Return the cells that `index` selects: indices, or a bool mask (n,)."""
         return Cells(*(getattr(self, f.name)[index] for f in fields(self)))
 
     @property
@@ -65,17 +65,12 @@ class Cells:
 
 
 def concatenate(parts):
-    """Return one `Cells` with the cells of all `parts`, in the given order."""
+    """Join the cells of all `parts`."""
     return Cells(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Cells)))
 
 
 def merge(cells, nodes):
-    """Merge the cells between each two neighboring nodes into one cell.
-
-    Args:
-        cells: The `Cells`.
-        nodes: The ends of the new cells, ascending points. All kinks, extrema of f' and jumps of w must be included.
-    """
+    """Merge the cells between each two neighboring `nodes`, which must include all kinks, extrema of f' and jumps of w."""
     group = np.searchsorted(nodes, 0.5 * (cells.left + cells.right))
     starts = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
     ends = np.append(starts[1:], len(cells)) - 1
@@ -142,7 +137,7 @@ class Landscape:
         return self._present(cells.take(weight.support(0.5 * (cells.left + cells.right))))
 
     def nodes(self, count):
-        """Return about `count` nodes, ascending, which are closer together at points at which w f''**2 is large.
+        """Return about `count` nodes, ascending, denser where w f''**2 is large.
 
         Raises:
             SolveError: The weight has no mass on the domain.
@@ -167,13 +162,11 @@ class Landscape:
         return np.union1d(forced, wanted[gap > 1e-12 * (1 + np.abs(wanted))])
 
     def _present(self, cells):
-        """Return cells, of which there must be one."""
         if not cells.mass.size:
             raise self._without_mass()
         return cells
 
     def _without_mass(self):
-        """Return the error of a weight that has no mass on the domain."""
         low, high = self.domain
         return SolveError(
             f"weight: expected some mass on the domain [{low:g}, {high:g}], got none"
@@ -181,14 +174,7 @@ class Landscape:
         )
 
     def integrate(self, left, right):
-        """Return the n cells with the given ends, and compute their integrals.
-
-        No kink, extremum of f' or jump of w may lie inside a cell.
-
-        Args:
-            left: float64 (n,), the left ends.
-            right: float64 (n,), the right ends.
-        """
+        """Return the cells with the ends `left` and `right`, float64 (n,). No cell may contain a kink, extremum of f' or jump of w."""
         half = 0.5 * (right - left)
         x = 0.5 * (left + right)[:, None] + half[:, None] * _GAUSS[0]
         weight = self.density(x) * (half[:, None] * _GAUSS[1])
@@ -205,7 +191,7 @@ class Landscape:
         return Cells(left, right, value_left, value_right, mass, mean, spread, lowest, highest)
 
     def split(self, cells, points):
-        """Split cells at the given points, and return all cells. Points that are not inside a cell have no effect."""
+        """Split the cells that contain any of `points`, and return all cells."""
         inside = np.searchsorted(cells.left, points, side="right") - 1
         ok = inside >= 0
         points, inside = points[ok], inside[ok]
@@ -222,7 +208,7 @@ class Landscape:
         return joined.take(np.argsort(joined.left, kind="stable"))
 
     def end_values(self, left, right):
-        """Return the limits of f' at the left and the right ends of intervals, from inside each interval."""
+        """Return the limits of f' at both ends of intervals, from inside each."""
         jump_left = np.isin(left, self.kinks)
         jump_right = np.isin(right, self.kinks)
         return (
@@ -232,10 +218,9 @@ class Landscape:
 
 
 def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=0.0):
-    """Make the `Landscape` of a problem: check that f' is finite, and locate the extrema of f'.
+    """Locate the extrema of f', and make the `Landscape` of a problem.
 
-    `panels` are the ends of the intervals on each of which one polynomial approximates f' (empty if none does), and `accuracy`
-    is the largest error of `derivative` (0 if it is exact).
+    `panels` are the ends of the polynomials that approximate f', if any, and `accuracy` is the largest error of `derivative`.
 
     Raises:
         FunctionError: f' is not finite somewhere on the domain, or is too small or varies too fast for the solver.
@@ -274,7 +259,7 @@ def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=
 
 
 def _mesh(low, high, hints):
-    """Return points of the domain: evenly spaced ones, ones that are denser around 0, and `hints`."""
+    """Return points of the domain: evenly spaced ones, denser ones around 0, and `hints`."""
     even = np.linspace(low, high, _UNIFORM_MESH + 1)
     reach = np.arcsinh(max(abs(low), abs(high)) / _SMALLEST_SCALE)
     dense = _SMALLEST_SCALE * np.sinh(np.linspace(-reach, reach, _UNIFORM_MESH + 1))
@@ -283,7 +268,7 @@ def _mesh(low, high, hints):
 
 
 def _inside_panels(panels, low, high):
-    """Return points that are dense enough to find every extremum of the polynomials between neighboring `panels`."""
+    """Return points that are dense enough to find every extremum of polynomials between `panels`."""
     edges = np.asarray(panels, dtype=np.float64)
     shares = 0.5 - 0.5 * np.cos(np.linspace(0.0, np.pi, _POINTS_PER_PANEL + 1))[:-1]
     points = np.append(edges[:-1, None] + np.diff(edges)[:, None] * shares, edges[-1:])
@@ -291,7 +276,7 @@ def _inside_panels(panels, low, high):
 
 
 def _extrema(derivative, mesh, value, kinks, name, accuracy):
-    """Return the places of the extrema of f' that are not kinks. Changes of at most `accuracy` do not count."""
+    """Return the extrema of f' that are not kinks. Changes of at most `accuracy` do not count."""
     noise = 8 * np.finfo(float).eps * np.max(np.abs(value)) + 2 * accuracy
     change = np.diff(value)
     change[np.abs(change) <= noise] = 0.0

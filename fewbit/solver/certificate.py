@@ -1,8 +1,7 @@
 """Widen an error and a lower bound, computed for an approximation g of f', so that they hold for f' itself.
 
-Let |f' - g| be at most delta, and W the integral of w. For every q the norms of f' - q and g - q differ by at most delta
-sqrt(W). So the square root of the error is raised, and that of the bound lowered, by delta sqrt(W); for objective "minimax",
-both by delta. The code takes three times as much, because the solver ignores small changes of direction of g.
+If |f' - g| <= delta, then for every q the norms of f' - q and g - q differ by at most delta sqrt(W), with W the integral of w.
+The code uses 3 delta, because the solver ignores small changes of direction of g.
 """
 
 from __future__ import annotations

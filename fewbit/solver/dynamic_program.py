@@ -1,19 +1,18 @@
 """One layer of the dynamic program that cuts a sequence of items into segments with the smallest total cost.
 
-A layer adds one segment: rows are positions at which it may end, columns those at which it may start, both ascending, and
-previous[j] is the least cost of the items before column j. The layer computes
+A layer computes, for ascending positions `rows` and `columns` at which its segment may end and start,
 
     out[i] = min over j of previous[j] + cost(columns[j], rows[i]).
 
 There are two exact searches, which release the interpreter lock:
 
-divide: for costs that satisfy the quadrangle inequality (Monge). The best column never moves left as the row moves
-    right, so divide and conquer takes O((rows + columns) log rows).
-scan: for any cost that does not shrink when the segment gets longer. Blocks of columns are visited from right to left. A
-    block is skipped if its shortest segment plus its smallest `previous` is not below the best total found so far.
+divide: for Monge costs, whose best column never moves left as the row moves right. Divide and conquer takes
+    O((rows + columns) log rows).
+scan: for costs that do not shrink when the segment gets longer. It visits blocks of columns from right to left, and skips a
+    block whose shortest segment plus smallest `previous` is not below the best total so far.
 
-With `slack = 1` a segment may start one position after its end; it is empty and costs 0. The bounds of
-`fewbit.solver.partition` need this. With `flip = n` the layer runs on the reversed sequence of n items.
+With `slack = 1` a segment may start one position after its end, at cost 0, as bounds of `partition` need. With `flip = n` the
+layer runs on the reversed sequence of n items.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ import numpy as np
 from numba import njit
 
 SQUARED_DEVIATION = 0
-"""The kind of costs for which the items of a segment are replaced by their mean."""
+"""The cost of a segment whose items are replaced by their mean."""
 RANDOM_CHOICE = 1
-"""The kind of costs for which each item becomes one of two values at random, such that its expected value is kept."""
+"""The cost of a segment whose items each become one of two values at random, with the item as mean."""
 _BLOCK = 32
 _TIE = 1e-14
 # With fewer evaluations of costs, of about 3 ns each, threads would save less time than starting them takes.
@@ -45,8 +44,8 @@ class Costs:
     Args:
         items: The `Items`.
         kind: `SQUARED_DEVIATION`: the squared error if the items start <= i < stop are replaced by their mean.
-            `RANDOM_CHOICE`: the expected squared error if the values of the items start and stop are levels, and each item
-            between becomes one of the two at random, with its mean: the sum of w (v - v_start)(v_stop - v).
+            `RANDOM_CHOICE`: the sum of w (v - v_start)(v_stop - v), the expected squared error if each item between becomes the
+            level v_start or v_stop at random.
         forced: Values that must be levels, for `RANDOM_CHOICE`. A segment that passes one costs infinity.
     """
 
@@ -58,16 +57,14 @@ class Costs:
 
     @property
     def arguments(self):
-        """The first seven arguments of this module's compiled functions: arrays of the items, `forced` and `kind`."""
+        """The first seven arguments of this module's compiled functions."""
         moments, references, level_of = self.items.table
         spread = self.items.spread
         return moments, references, level_of, spread, self.values, self.forced, self.kind
 
 
 def run_layer(costs, columns, previous, rows, *, monge, slack=0, flip=-1, threads=1):
-    """Compute one layer, as the module's docstring describes it, divided among `threads` threads.
-
-    `flip` is the number of items, or -1 for the usual direction.
+    """Compute one layer, as the module's docstring describes it. `flip` is -1 for the usual direction.
 
     Returns:
         For every row: float64, the least cost; and int64, the index in `columns` of the best column. If every column is too
@@ -131,7 +128,7 @@ def _fill_costs(
     moments, references, level_of, spread, values, forced, kind,
     columns, first_column, stop_column, row, flip, out,
 ):  # fmt: skip
-    """Set out[t] to the cost of the segment between columns[first_column + t] and row."""
+    """Set out[t] to the cost of the segment from columns[first_column + t] to row."""
     for t in range(stop_column - first_column):
         start = columns[first_column + t]
         stop = row

@@ -1,4 +1,4 @@
-"""The steps before and after the refinement: the pieces from which it starts; outer pieces and the sides of breaks."""
+"""The steps before and after the refinement: the first pieces; outer pieces and the sides of breaks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from fewbit.solver.steps import Steps, relabel, tidy
 
 
 def contiguous_start(relaxed, landscape, pinned):
-    """Return the pieces from which the refinement of form "intervals" starts: those of the discrete optimum, without empty ones.
-
-    With `pinned`, the first and the last level stay even if their pieces are empty.
+    """Return the first pieces for form "intervals": those of the discrete optimum, without empty ones unless `pinned`.
 
     Returns:
         The levels (K,), a bool mask (K,) of the pinned levels, and the pieces as `Steps`.
@@ -35,10 +33,9 @@ def contiguous_start(relaxed, landscape, pinned):
 def with_outer_pieces(levels, steps, request, landscape, f):
     """Add pieces beyond the ends of the domain, drop unused levels, and return (levels, `Steps`).
 
-    With tails "pinned", the added pieces have the limits of f' at both infinities as levels. With tails "free", a piece is added
-    beyond an end of the domain that is a kink, because inputs may be equal to this end, as many outputs of ReLU are to 0. Its level
-    is torch's derivative at the end, unless it would be a new level and q has as many as allowed. `request` has the attributes
-    `count` (the largest number of levels), `form`, and `slopes` (the pinned limits, or None).
+    With tails "pinned", the added levels are the limits of f'. With tails "free", a piece is added beyond an end that is a kink,
+    because inputs may equal it, as many outputs of ReLU are 0. Its level is torch's derivative at the end, unless that would be one
+    level too many. `request` has the attributes `count` (the most levels), `form` and `slopes` (the pinned limits, or None).
     """
     breaks, codes = steps.breaks, steps.codes
     if request.slopes is not None and request.form == "levels":
@@ -60,7 +57,7 @@ def with_outer_pieces(levels, steps, request, landscape, f):
 
 
 def _with_end(levels, steps, request, end, last, f):
-    """Add a piece outside the domain at its `end`, whose level is torch's derivative there, if possible."""
+    """Add a piece beyond `end`, whose level is torch's derivative there, if possible."""
     value = float(f.derivative(np.array([end]))[0])
     outer = levels[steps.codes[-1 if last else 0]]
     if value == outer:
@@ -82,7 +79,7 @@ def _with_end(levels, steps, request, end, last, f):
 
 
 def closed_sides(f, steps, levels):
-    """Return the side of every break, as in `Table.closed`: at a kink, that of the level nearer to torch's derivative; else "right"."""
+    """Return `Table.closed`: at a kink the side of the level nearer to torch's derivative, else "right"."""
     closed = np.full(len(steps.breaks), "right", dtype=object)
     at = np.flatnonzero(np.isin(steps.breaks, f.kinks))
     if len(at):
@@ -93,7 +90,7 @@ def closed_sides(f, steps, levels):
 
 
 def closed_sides_of_knots(f, stand_in):
-    """Return the side of every knot of a stand-in, as in `Knots.closed`: at a jump, that of the value nearer to torch's derivative."""
+    """Return `Knots.closed`: at a jump the side of the value nearer to torch's derivative."""
     points, values = stand_in.points, stand_in.values
     closed = ["right"] * len(points)
     for i in np.flatnonzero(points[1:] == points[:-1]):

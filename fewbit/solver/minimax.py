@@ -1,9 +1,8 @@
 """Find the step function q with the smallest maximum of |f' - q|, by solving covering problems.
 
-A radius r is sufficient if some q has |f' - q| <= r on the whole domain. In form "levels", K intervals of length 2r must cover
-all values of f'; in form "intervals", K pieces on each of which f' varies by at most 2r must cover the domain. Covering
-greedily from one end needs the fewest, so it decides exactly. Bisection finds the smallest sufficient radius to the last bit; the
-largest insufficient one is the lower bound. f' is monotone in each cell, so only values at the ends of cells matter.
+In form "levels", K intervals of length 2r must cover all values of f'; in form "intervals", K pieces on each of which f' varies by at
+most 2r must cover the domain. Covering greedily from one end decides exactly whether r suffices. Bisection finds the smallest
+sufficient r to the last bit; the largest insufficient one is the lower bound.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from fewbit.solver.steps import Steps, crossing_points, nearest_steps, relabel, 
 
 
 def minimax_levels(landscape, cells, count, pinned):
-    """Find the `count` levels, `pinned` ones included, for which the maximum of |f' - q| is smallest, in form "levels".
+    """Find the best `count` levels, `pinned` ones included, in form "levels".
 
     Returns:
         The levels (K,), the pieces as `Steps`, and a lower bound on the maximum.
@@ -32,9 +31,7 @@ def minimax_levels(landscape, cells, count, pinned):
 
 
 def minimax_intervals(landscape, cells, count, slopes):
-    """Find the `count` pieces for which the maximum of |f' - q| is smallest, in form "intervals".
-
-    `slopes` are the levels of the first and the last piece if they are pinned, else None.
+    """Find the best `count` pieces. `slopes` are the levels of the outer pieces if they are pinned, else None.
 
     Returns:
         The levels (K,), the pieces as `Steps`, and a lower bound on the maximum.
@@ -56,14 +53,14 @@ def minimax_intervals(landscape, cells, count, slopes):
 
 
 def largest_deviation(landscape, cells, steps, levels):
-    """Return the largest |f' - q| over the cells, for the step function q with the pieces `steps` and the levels."""
+    """Return the largest |f' - q| over the cells."""
     parts = landscape.split(cells, steps.breaks)
     level = levels[steps.codes[np.searchsorted(steps.breaks, 0.5 * (parts.left + parts.right))]]
     return float(np.maximum(np.abs(parts.lowest - level), np.abs(parts.highest - level)).max())
 
 
 def _least_radius(cover, start, pinned, low, high):
-    """Return (the smallest sufficient radius, the next smaller float) by bisection. `cover(radius)` is None if it is insufficient."""
+    """Return (the smallest sufficient radius, the next smaller float). `cover(radius)` is None if it is insufficient."""
     if cover(0.0) is not None:
         return 0.0, 0.0
     enough = max([start, *(np.max(np.abs([p - np.min(low), p - np.max(high)])) for p in pinned)])
@@ -80,7 +77,7 @@ def _least_radius(cover, start, pinned, low, high):
 
 
 def _merged_ranges(cells):
-    """Return the lower and the upper ends of the disjoint closed ranges, ascending, that contain all values of f'."""
+    """Return both ends of the disjoint closed ranges, ascending, that contain all values of f'."""
     order = np.argsort(cells.lowest, kind="stable")
     low, high = cells.lowest[order], cells.highest[order]
     reach = np.maximum.accumulate(high)
@@ -140,12 +137,11 @@ def _cover_path(path, radius, slopes, count):
 
 
 def _end_cut(path, cell, value):
-    """Return the cut where f' has the value in a cell, as (cell, value), or (cell + 1, None) at the end of the cell."""
     return (cell + 1, None) if value == path[cell, 1] else (cell, value)
 
 
 def _trim(path, level, radius):
-    """Remove the longest beginning of the path that is within `radius` of `level`; return (the rest, the number of removed cells)."""
+    """Remove the longest beginning of the path within `radius` of `level`; return (the rest, the number of removed cells)."""
     outside = np.abs(path - level) > radius
     cells = np.flatnonzero(outside.any(axis=1))
     if len(cells) == 0:
@@ -185,7 +181,7 @@ def _cover_free(path, radius, most, offset):
 
 
 def _cut_point(landscape, cells, cell, value):
-    """Return the x of a cut (cell, value). In a gap, where cells without mass were left out, x is the gap's middle."""
+    """Return the x of a cut. In a gap left by cells without mass, x is the middle."""
     if value is not None:
         return crossing_points(landscape, cells, np.array([cell]), np.array([value]))[0]
     if cell == 0:

@@ -1,20 +1,19 @@
 """The optimal partition of a weighted sequence into K segments, and of weighted values into K levels.
 
-`form="intervals"` cuts the sequence in its given order (Few-bit Backward, eq. 9). `form="levels"` sorts the values first, which
-is weighted one-dimensional k-means; costs of segments are then Monge. With D_k(i) the least cost of k segments of the first i items,
+`form="intervals"` keeps the order (Few-bit Backward, eq. 9). `form="levels"` sorts the values first (weighted one-dimensional
+k-means), which makes costs Monge. With D_k(i) the least cost of k segments of the first i items,
 
     D_k(i) = min over j <= i of D_{k-1}(j) + cost(j, i)
 
 The time is O(n^2 K) for intervals in the worst case and O(n K log n) for levels; the memory is O(n (K + log n)).
 
-Pruning (`prune=True`) makes both forms much faster, and does not change the result. Positions are grouped into blocks [a, b]. If
-breaks k - 1 and k are in the blocks h and g, the segment between them contains at least the items from b_h to a_g, and costs at
-least as much as these. So, with
+Pruning does not change the result. Positions are grouped into blocks [a, b]. If breaks k - 1 and k are in the blocks h and g, the
+segment between them contains at least the items from b_h to a_g. So with
 
     L_k(g) = min over h <= g of L_{k-1}(h) + cost(b_h, a_g)
 
 and R_k(g) the same bound for the segments after break k, every partition whose break k is in block g costs at least L_k(g) +
-R_k(g). Blocks whose bound exceeds the cost of a known partition are dropped, and the others divided, until few are dropped.
+R_k(g). Blocks whose bound exceeds the cost of a known partition are dropped, and the others divided.
 """
 
 from __future__ import annotations
@@ -37,12 +36,11 @@ _MARGIN = 1e-9
 
 @dataclass(frozen=True)
 class Effort:
-    """The way in which a search runs: the number of threads, and a function that reports the progress.
+    """The threads of a search, and a function that reports progress.
 
     Attributes:
         threads: The number of threads.
-        progress: A function that is called as `progress(stage, done, total)`: the name of the stage, and how much of
-            its work is done.
+        progress: Called as `progress(stage, done, total)`.
     """
 
     threads: int = field(default_factory=thread_count)
@@ -55,12 +53,10 @@ class Partition:
 
     Attributes:
         cost: The sum of the segments' costs.
-        breaks: int64 (K-1,), ascending positions; segment k contains the items breaks[k-1] <= i < breaks[k]. In form
-            "levels" the items are the sorted values.
+        breaks: int64 (K-1,), ascending; segment k contains the items breaks[k-1] <= i < breaks[k], of the sorted values in form "levels".
         means: float64 (K,), the segments' weighted means; nan for a segment without mass.
-        order: If form is "levels" and weights were given, the indices that sort the values; else None.
-        candidates: The sum over all breaks of the number of positions that the final search tried for this break. It is
-            about n K without pruning.
+        order: The indices that sort the values if form is "levels" and weights were given, else None.
+        candidates: The number of positions that the final search tried, summed over breaks; about n K without pruning.
     """
 
     cost: float
@@ -80,9 +76,6 @@ def partition(values, count, weights=None, *, form="levels", prune=True, threads
         form: "levels" to sort the values first, "intervals" to keep their order.
         prune: Whether to prune positions before the exact search. The result is the same.
         threads: The number of threads; by default the processors of this process.
-
-    Returns:
-        A `Partition`.
 
     Raises:
         SolveError: An argument is not as described.
@@ -124,11 +117,7 @@ def _checked(values, weights, count):
 
 
 def best_breaks(items, count, *, monge, prune=True, effort):
-    """Find the best partition of items into `count` segments. `monge` says whether they are sorted by value.
-
-    Returns:
-        The cost, the breaks int64 (count - 1,), and the number `candidates` of `Partition`.
-    """
+    """Return the cost, the breaks int64 (count - 1,), and `Partition.candidates` of the best partition into `count` segments."""
     n = len(items)
     count_used = min(count, n)
     candidates = [np.arange(n + 1)] * (count_used - 1)
@@ -146,7 +135,7 @@ def best_breaks(items, count, *, monge, prune=True, effort):
 
 
 class LayeredSearch:
-    """The dynamic program, layer by layer. The best choices are stored, so that `trace` can follow them back.
+    """The dynamic program, layer by layer. The best choices are stored for `trace`.
 
     Args:
         costs: The costs of segments.
@@ -163,7 +152,7 @@ class LayeredSearch:
         self._trail = []
 
     def step(self, rows):
-        """Add a layer, whose segment may end at any of the positions `rows` (ascending)."""
+        """Add a layer, whose segment may end at any of the ascending positions `rows`."""
         rows = np.ascontiguousarray(rows, dtype=np.int64)
         out, best = run_layer(
             self.costs, self.columns, self.values, rows, monge=self.monge, threads=self.threads
@@ -172,7 +161,7 @@ class LayeredSearch:
         self.columns, self.values = rows, out
 
     def trace(self, at, layer=None):
-        """Return int64 (layer,), the starts of the best segments, of which the last ends at index `at` of the rows of layer number `layer`."""
+        """Return int64 (layer,), the starts of the best segments that end at index `at` of a layer's rows."""
         starts = []
         for columns, best in reversed(self._trail[:layer]):
             at = best[at]
@@ -181,7 +170,7 @@ class LayeredSearch:
 
 
 def _search(costs, candidates, monge, effort):
-    """Run the exact dynamic program in which break k+1 has one of the positions candidates[k]."""
+    """Run the dynamic program in which break k+1 has one of the positions candidates[k]."""
     search = LayeredSearch(costs, monge, effort)
     steps = [*candidates, np.array([len(costs.items)])]
     for done, rows in enumerate(steps, 1):
@@ -191,10 +180,7 @@ def _search(costs, candidates, monge, effort):
 
 
 def surviving_breaks(items, count, *, monge, effort):
-    """Return a list with the positions that remain after pruning, one int64 array for every break.
-
-    The arguments have the same meaning as in `best_breaks`. The module's docstring describes the method.
-    """
+    """Return the positions that remain after pruning, one int64 array for every break."""
     n = len(items)
     first = min(n, max(512, 4 * count))
     nodes = np.unique(np.linspace(0, n, first + 1).astype(np.int64))
@@ -218,7 +204,7 @@ def surviving_breaks(items, count, *, monge, effort):
 
 
 def _block_bounds(costs, alive, monge, effort):
-    """Return, for every break, float64 lower bounds on the cost of partitions with this break in each of its remaining blocks."""
+    """Return, for every break, lower bounds on the cost with this break in each remaining block."""
     n = len(costs.items)
     options = {"monge": monge, "slack": 1, "threads": effort.threads}
     left, columns, values = [], np.zeros(1, dtype=np.int64), np.zeros(1)
@@ -236,7 +222,7 @@ def _block_bounds(costs, alive, monge, effort):
 
 
 def _subdivide(nodes, alive):
-    """Divide the blocks that remain for any break. Return the new nodes and the remaining blocks of every break."""
+    """Divide the remaining blocks. Return the new nodes and every break's blocks."""
     used = _union(len(nodes) - 2, alive, with_ends=False)
     start, stop = nodes[used], nodes[used + 1]
     inner = start[:, None] + (stop - start)[:, None] * np.arange(_SUBDIVIDE + 1) // _SUBDIVIDE
@@ -252,7 +238,7 @@ def _positions(nodes, alive):
 
 
 def _union(last, parts, *, with_ends=True):
-    """Return the positions in [0, last] that occur in any array of `parts`, ascending; with the ends if `with_ends`."""
+    """Return the positions in [0, last] that occur in any of `parts`, ascending."""
     mask = np.zeros(last + 1, dtype=bool)
     mask[[0, last]] = with_ends
     for part in parts:

@@ -1,18 +1,12 @@
-"""Move the levels of a step function to a stationary point of the error.
+"""Move the levels of a step function to a stationary point of the error L(y), the integral of (f' - q)^2 w (Few-bit Backward, eq. 4).
 
-The first levels are the optimum of a discrete problem (`fewbit.solver.relaxation`). The error L(y) is the integral of (f' - q)^2 w
-(Few-bit Backward, eq. 4). If the pieces are optimal for the levels y,
-
-    dL/dy_k = 2 (y_k M_k - S_k),
-
-with M_k and S_k the integrals of w and of f' w over the pieces of level k. A break between levels l and r is at f' = (y_l +
-y_r) / 2, and moves with them. So, with unit vectors e_k, the second derivatives are
+If the pieces are optimal for the levels y, dL/dy_k = 2 (y_k M_k - S_k), with M_k and S_k the integrals of w and of f' w over the
+pieces of level k. A break between levels l and r is at f' = (y_l + y_r) / 2 and moves with them. So, with unit vectors e_k,
 
     H = 2 diag(M) - 1/2 sum over breaks of (w / |f''|) |y_r - y_l| (e_l + e_r)(e_l + e_r)^T.
 
-Newton steps are tried first, then Lloyd's step, which moves every level to the minimizer for the current pieces and cannot raise the
-error. A step is accepted if it lowers the error, or changes it by rounding only and makes the gradient smaller. At a stationary
-point the derivatives with respect to the breaks (eq. 5) are zero too.
+Newton steps are tried first, then Lloyd's step, which cannot raise the error. A step is accepted if it lowers the error, or changes
+it by rounding only and makes the gradient smaller.
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ from fewbit.solver.steps import Steps, crossing_points, nearest_steps, slope_den
 
 _MOST_STEPS = 200
 RESIDUAL = 1e-10
-"""Largest entry of the gradient, in absolute value, at which the levels count as stationary."""
+"""Largest absolute entry of the gradient at which the levels count as stationary."""
 ROUNDING = 1e-15
 """Relative change of an error that rounding can cause."""
 
@@ -54,24 +48,20 @@ class NearestPieces:
         self.landscape, self.cells = landscape, cells
 
     def steps(self, levels, _previous):
-        """Return the pieces for the levels, or None if a step has made the levels not strictly ascending."""
+        """Return the pieces, or None if the levels do not ascend strictly."""
         if (np.diff(levels) <= 0).any():
             return None
         return nearest_steps(self.landscape, self.cells, levels)
 
 
 class ContiguousPieces:
-    """The pieces of a table of form "intervals", in which every piece has its own level.
-
-    Every break moves in the direction in which the error falls, to a point at which f' is the mean of the levels on the
-    two sides.
-    """
+    """The pieces of a table of form "intervals", in which every piece has its own level."""
 
     def __init__(self, landscape, cells):
         self.landscape, self.cells = landscape, cells
 
     def steps(self, levels, previous):
-        """Return the pieces for the levels, found by moving the previous breaks, or None if breaks become equal."""
+        """Return the pieces, found by moving the previous breaks downhill, or None if breaks become equal."""
         cells = self.cells
         breaks, density = previous.breaks.copy(), np.zeros(len(previous.breaks))
         codes = previous.codes
@@ -119,9 +109,6 @@ def refine(pieces, levels, steps, fixed, *, most_steps=_MOST_STEPS):
         steps: The pieces to start from.
         fixed: bool (K,), the levels that are pinned.
         most_steps: The largest number of iterations.
-
-    Returns:
-        A `Solution`.
     """
     landscape, cells = pieces.landscape, pieces.cells
     free = ~fixed

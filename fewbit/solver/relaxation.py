@@ -1,32 +1,25 @@
 """Solve the discrete problem, which gives a lower bound on the error, and the levels with which the refinement starts.
 
-The discrete problem replaces f' on each cell by one or two values with a mass, called atoms. Let a cell have mass W, mean m,
-spread S (the integral of (f' - m)**2 w) and values of f' in [a, b].
+A cell with mass W, mean m, spread S (the integral of (f' - m)**2 w) and values of f' in [a, b] is replaced by *atoms*: one or two
+values with a mass.
 
-**Objective "mse", form "levels".** Move the mass of a cell to two atoms, at a and b, with the same mean; their spread is W (m - a)(b -
-m) >= S. For any levels y write
-
-    min_k (v - y_k)**2 = v**2 - h(v),   h(v) = max_k (2 v y_k - y_k**2).
-
-h is convex, so on [a, b] it is below its chord, whose mean over the cell is the mean of h over the two atoms:
+**Objective "mse", form "levels".** The mass of a cell moves to two atoms, at a and b, with the same mean; their spread is
+W (m - a)(b - m) >= S. For any levels y write min_k (v - y_k)**2 = v**2 - h(v), with the convex h(v) = max_k (2 v y_k - y_k**2). On
+[a, b] h is below its chord, whose mean over the cell is that over the two atoms:
 
     integral over the cell of min_k (f' - y_k)**2 w  >=  sum over its atoms of min_k (atom - y_k)**2
                                                           - (W (m - a)(b - m) - S).
 
-Summed over cells: the least error of the atoms, minus the total excess spread, is a lower bound, also if some levels are pinned.
+So the least error of all atoms, minus the total excess spread, is a lower bound, also if some levels are pinned.
 
-**Form "intervals".** The two atoms of a cell are in the order in which f' passes them. If q changes at a break inside a cell against the
-direction of f', the error as a function of the break's place is concave, so the break can move to an end of the cell, or to the
-next break, without raising the error. At breaks that remain inside, the best level for the first atom does not come after that
-for the second, so contiguous segments of atoms can have these levels, and the same bound follows. Equal neighboring atoms are
-merged. With n cells, both bounds differ from the optimum by O(n**-2).
+**Form "intervals".** The two atoms are in the order in which f' passes them. If q changes inside a cell against the direction of f',
+the error is concave in the break's place, so the break can move to an end of the cell, or to the next break, without raising the
+error. At other breaks the best level for the first atom does not come after that for the second, so contiguous segments of atoms
+have these levels, and the same bound follows. With n cells, both bounds differ from the optimum by O(n**-2).
 
 **Objective "unbiased".** The expected squared error at v is (v - y_k)(y_{k+1} - v) = H(v) - v**2, with H the convex piecewise linear
-interpolant of v**2 at the levels. By Jensen's inequality the mean of H over a cell is at least H(m). So the optimum for one atom
-per cell, at m, minus the total spread, is a lower bound. The error of the atoms is linear in a level between two atoms, so some
-optimal levels are values of atoms, and the search among these is exact.
-
-The proofs need a monotone f' in each cell, so extrema of f' are nodes, and [a, b] includes the values at quadrature points.
+interpolant of v**2 at the levels. By Jensen's inequality the optimum for one atom per cell, at m, minus the total spread, is a lower
+bound. The error is linear in a level between two atoms, so some optimal levels are values of atoms, and the search is exact.
 """
 
 from __future__ import annotations
@@ -59,7 +52,7 @@ class Relaxed:
 
 @dataclass(frozen=True)
 class Atoms:
-    """Point masses (atoms) that replace cells.
+    """Point masses that replace cells.
 
     Attributes:
         x: float64 (n,), ascending, the place of every atom.
@@ -75,10 +68,10 @@ class Atoms:
 
 
 def two_point_atoms(cells):
-    """Replace every cell by two atoms with the smallest and the largest value of f', in the order in which f' passes them.
+    """Replace every cell by two atoms, in the order in which f' passes them, and merge equal neighbors.
 
     Returns:
-        The `Atoms`, and a float64 array (n,) with the largest x of the atoms that were merged into each; `Atoms.x` has the smallest.
+        The `Atoms`, and float64 (n,), the largest x merged into each; `Atoms.x` has the smallest.
     """
     low, high = cells.lowest, cells.highest
     width = high - low
@@ -104,10 +97,7 @@ def two_point_atoms(cells):
 
 
 def relax_levels(cells, count, pinned, effort, most=None):
-    """Find the `count` best levels for the atoms, `pinned` ones included, as a `Relaxed`.
-
-    If there are more than `most` atoms, those of similar value are merged before the search.
-    """
+    """Find the `count` best levels, `pinned` ones included. More than `most` atoms are first reduced to about `most`."""
     atoms, _ = two_point_atoms(cells)
     order = np.argsort(atoms.value, kind="stable")
     value, mass = _merge_equal(atoms.value[order], atoms.mass[order])
@@ -146,11 +136,7 @@ def _fewer_atoms(value, mass, most):
 
 
 def _relax_pinned_levels(value, mass, excess, count, pinned, effort):
-    """Find the best levels if some are pinned, as a `Relaxed`.
-
-    The pinned levels divide the ascending values into zones. The problem of each zone is solved for every number of free levels,
-    which are then divided among the zones such that the total cost is smallest.
-    """
+    """Divide the free levels among the zones between pinned levels such that the total cost is smallest."""
     edges = [-np.inf, *pinned, np.inf]
     free = count - len(pinned)
     zones, best, choice = [], np.zeros(1), []
@@ -178,17 +164,7 @@ def _relax_pinned_levels(value, mass, excess, count, pinned, effort):
 
 
 def relax_intervals(cells, count, slopes, effort):
-    """Find the best contiguous pieces for the atoms.
-
-    Args:
-        cells: The cells of the domain.
-        count: The number of pieces.
-        slopes: The levels of the first and the last piece if these are pinned, else None.
-        effort: The threads and the progress function.
-
-    Returns:
-        A `Relaxed`.
-    """
+    """Find the best contiguous pieces. `slopes` are the levels of the outer pieces if these are pinned, else None."""
     atoms, leaving = two_point_atoms(cells)
     items = Items(atoms.mass, atoms.value)
     if slopes is None:
@@ -209,16 +185,9 @@ def relax_intervals(cells, count, slopes, effort):
 
 
 def relax_unbiased(cells, count, fixed, effort):
-    """Find the best levels for objective "unbiased". Every cell is replaced by one atom, at the cell's mean.
+    """Find the best levels for objective "unbiased".
 
-    Args:
-        cells: The cells of the piecewise linear function that replaces f'.
-        count: The number of levels.
-        fixed: The pinned levels, ascending. The smallest and the largest level are always pinned.
-        effort: The threads and the progress function.
-
-    Returns:
-        A `Relaxed`.
+    `cells` are those of the stand-in, and `fixed` the pinned levels, ascending, to which the smallest and the largest always belong.
     """
     value = np.concatenate([cells.mean, fixed])
     mass = np.concatenate([cells.mass, np.zeros(len(fixed))])
@@ -274,7 +243,7 @@ class Zone:
         return values + self.after[positions]
 
     def costs(self, most):
-        """Return the smallest total cost for every number of free segments from 0 to `most`, float64 (most + 1,)."""
+        """Return float64 (most + 1,), the smallest total cost for every number of free segments."""
         nodes = np.arange(len(self.items) + 1)
         while len(self.layers) <= most:
             self.search.step(nodes)
@@ -283,7 +252,7 @@ class Zone:
         return np.array([self._ending(k).min() for k in range(most + 1)])
 
     def partition(self, k):
-        """Return the k + 1 positions at which the k free segments start or end, and the levels of these segments."""
+        """Return the k + 1 ends of the k free segments, and their levels."""
         at = int(np.argmin(self._ending(k)))
         stop = self.layers[k][0][at]
         breaks = np.concatenate([self.search.trace(at, layer=k), [stop]]).astype(np.int64)
@@ -291,7 +260,7 @@ class Zone:
         return breaks, means
 
     def levels(self, k):
-        """Return the levels of the k free segments. Segments without mass have no level."""
+        """Return the levels of those of the k free segments that have mass."""
         if k == 0 or len(self.items) == 0:
             return np.empty(0)
         means = self.partition(k)[1]

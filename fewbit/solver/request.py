@@ -1,4 +1,4 @@
-"""Determine the number of levels and the domain of a requested table. This module does not import the solver."""
+"""Determine the number of levels and the domain of a requested table, without the solver."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _LEAST_WIDTH = float(np.finfo(np.float32).tiny)
 
 
 def count_levels(bits, levels):
-    """Return the largest number of levels and the number of bits of a requested table.
+    """Return the largest number of levels and the number of bits of a table.
 
     Args:
-        bits: 1 to 8, or None to use as few bits as `levels` needs.
-        levels: 2 to 256, or None to use 2**bits.
+        bits: 1 to 8, or None for as few bits as `levels` needs.
+        levels: 2 to 256, or None for 2**bits.
 
     Raises:
         SolveError: Both are None, one is out of range, or there are more levels than bits allow.
@@ -44,13 +44,13 @@ def count_levels(bits, levels):
 
 
 def check_choice(name, value, choices):
-    """Raise SolveError if the value of an argument is not one of the strings in `choices`."""
+    """Raise SolveError if the value of the argument `name` is not in `choices`."""
     if not (isinstance(value, str) and value in choices):
         raise SolveError(f"{name}: expected {' or '.join(choices)}, got {value!r}")
 
 
 def check_request(form, objective, tails, parameters):
-    """Raise SolveError if form, objective or tails is unknown, or if `parameters` is neither None nor a mapping."""
+    """Raise SolveError if form, objective or tails is unknown, or `parameters` is no mapping."""
     check_choice("form", form, FORMS)
     check_choice("objective", objective, OBJECTIVES)
     check_choice("tails", tails, TAILS)
@@ -64,7 +64,7 @@ def is_integer(value):
 
 
 def checked_domain(domain):
-    """Return a domain as two floats; None stays None. Raise SolveError if the domain is invalid."""
+    """Return a domain as two floats, or None. Raise SolveError if it is invalid."""
     if domain is None:
         return None
     try:
@@ -80,7 +80,7 @@ def checked_domain(domain):
 
 
 def check_extent(low, high):
-    """Return what is wrong with the interval from low to high as the domain of a table, or None."""
+    """Return what is wrong with the interval as a domain, or None."""
     if max(-low, high) > _FARTHEST:
         return f"expected numbers within {_FARTHEST:g}, got {low:g} to {high:g}"
     # Quadrature and plots need floats between the ends.
@@ -91,19 +91,10 @@ def check_extent(low, high):
 
 
 def domain_of(f, weight, asked):
-    """Return the domain of a table.
+    """Return the domain of a table: the one `asked` for, else the weight's, else the function's.
 
-    It is the requested domain if there is one, else the weight's if there is one, else the function's. For a normal
-    weight, the function's domain is extended to 8 standard deviations on both sides of the mean; for the weight "scales", to the
-    largest standard deviation on both sides of 0.
-
-    Args:
-        f: The `Function`.
-        weight: A weight from `make_weight`.
-        asked: The requested domain as two floats, or None.
-
-    Returns:
-        Two floats a < b.
+    The function's domain is extended to 8 standard deviations around the mean of a normal weight, and to the largest standard
+    deviation around 0 for the weight "scales".
 
     Raises:
         SolveError: The solver cannot use the domain of the function or the weight.

@@ -1,15 +1,14 @@
 """Compute the cost of a segment of a sequence in constant time and without cancellation.
 
-The cost is the weighted sum of squared deviations from the segment's mean. The paper computes it from prefix sums (Few-bit
-Backward, appendix G, eq. 11), which loses all digits if the values are large: two clusters at a distance of 1e9 have prefix sums
-of 1e18 and costs of 1. Here a *disjoint sparse table* stores, for every l and every item, the mass W, the mean M and the spread S
-of the run between the item and the middle of its block of 2**(l+1) items. Every segment of at least two items is the union of two
-such runs, so
+The cost is the weighted sum of squared deviations from the segment's mean. Prefix sums (Few-bit Backward, appendix G, eq. 11) lose
+all digits if the values are large. Here a *disjoint sparse table* stores, for every l and every item, the mass W, the mean M and the
+spread S of the run between the item and the middle of its block of 2**(l+1) items. Every segment of at least two items is the union
+of two such runs, so
 
     cost = S_left + S_right + W_left W_right / (W_left + W_right) (M_left - M_right)**2,
 
-a sum of non-negative terms (Chan, Golub, LeVeque 1983). An item's mean is `anchor + offset`, and means of runs are relative to the
-anchor of an item of the block with mass, so that differences are accurate even if all means are large. Memory is O(n log n).
+a sum of non-negative terms (Chan, Golub, LeVeque 1983). Means of runs are relative to the anchor of an item of the block. Memory is
+O(n log n).
 """
 
 from __future__ import annotations
@@ -69,27 +68,23 @@ class Items:
         return self._table
 
     def cost(self, start, stop):
-        """Return the cost of the segment with the items start <= i < stop; 0 if there are none."""
+        """Return the cost of the items start <= i < stop."""
         moments, _, level_of = self.table
         return segment_cost(moments, level_of, self.spread, start, stop)
 
     def segment_means(self, breaks):
-        """Return the weighted mean of every segment, float64 (K,); nan for a segment without mass.
-
-        Args:
-            breaks: int (K-1,), ascending positions in [0, n] at which the sequence is cut into K segments.
-        """
+        """Return the weighted means float64 (K,) of the segments between `breaks`, int (K-1,); nan for one without mass."""
         edges = np.concatenate([[0], breaks, [len(self)]]).astype(np.int64)
         runs = merge_runs(self.mass, self.anchor, self.offset, self.spread, edges)
         return np.where(runs.mass > 0, runs.mean, np.nan)
 
     def compress(self, nodes):
-        """Return new `Items`: the items between neighboring `nodes` (ascending positions from 0 to n) are merged."""
+        """Merge the items between neighboring `nodes`, ascending positions from 0 to n."""
         return merge_runs(self.mass, self.anchor, self.offset, self.spread, nodes)
 
 
 def merge_runs(mass, anchor, offset, spread, nodes):
-    """Return new `Items`, each a merged run of the given ones between two neighboring `nodes`, ascending positions in [0, n]."""
+    """Return new `Items`, in which the items between neighboring `nodes` are merged."""
     nodes = np.ascontiguousarray(nodes, dtype=np.int64)
     out = np.zeros((4, len(nodes) - 1))
     _merge_runs(mass, anchor, offset, spread, nodes, out)
@@ -129,7 +124,7 @@ def _first_with_mass(mass, start, stop, step):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _build(mass, anchor, offset, spread, moments, references):
-    """Fill the arrays `moments` and `references` of `Items.table`, in which `level` is the exponent l."""
+    """Fill the arrays of `Items.table`, in which `level` is the exponent l."""
     depth, n, _ = moments.shape
     for level in range(depth):
         half = 1 << level
@@ -175,7 +170,7 @@ def _add(w, m, s, mass, mean, spread):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def segment_cost(moments, level_of, spread, start, stop):
-    """Return the cost of the segment start <= i < stop. `moments` and `level_of` are from `Items.table`."""
+    """Return the cost of the segment start <= i < stop."""
     last = stop - 1
     if start >= last:
         return spread[start] if start == last else 0.0

@@ -1,9 +1,4 @@
-"""The function `solve`, which makes a table for a function f, with a proven lower bound on the error of any such table.
-
-`weight` makes the weight, and `cells` cuts the domain. `relaxation` solves a discrete problem exactly, with `partition`,
-`dynamic_program` and `segments`; its optimum gives the lower bound and the first levels. `refine` (for objective "unbiased",
-`unbiased`) improves them. Objective "minimax" needs only `minimax`.
-"""
+"""The function `solve`, which makes a table for a function f, with a proven lower bound on the error of any such table."""
 
 from __future__ import annotations
 
@@ -82,30 +77,25 @@ def solve(
         bits: 1 to 8; the table has at most 2**bits levels.
         form: "levels" (pieces may share a level) or "intervals" (as in the paper: every piece has its own level).
         weight: The density by which squared errors count: "uniform", "normal", "normal:MEAN,STD", "scales",
-            "scales:LOW,HIGH", samples or a callable. `fewbit.solver.weight.make_weight` lists all possibilities.
-        domain: The interval (a, b) on which errors are measured. By default it is the range of the samples, if the
-            weight is made of samples or a histogram, and else the function's own domain. A normal weight extends this
-            domain to 8 standard deviations on both sides of the mean.
+            "scales:LOW,HIGH", samples, a callable, or another form that `fewbit.solver.weight.make_weight` takes.
+        domain: The interval (a, b) on which errors are measured; by default the range of the samples, or the
+            function's own domain, which a normal weight extends to 8 standard deviations around its mean.
         objective: What is minimized: "mse" (the squared error), "minimax" (the largest error), or "unbiased" (the
             squared error if one of two levels is drawn at random such that the mean of the draw is f').
         tails: "pinned" to give the outermost pieces the limits of f' at both infinities as levels, "free" not to.
         levels: The number of levels, 2 to 256, instead of `bits`.
-        grid: The number of cells into which the domain is cut to get the first levels and the lower bound. More cells
-            narrow the gap between error and lower bound.
+        grid: The number of cells of the discrete problem. More cells narrow the gap between error and lower bound.
         refine: Whether to improve the first levels until the error is stationary.
         parameters: Parameters of a named function.
-        derivative: The derivative f' of a callable f. fewbit checks that its integrals agree with f, to 1e-7 of
-            max |f'|. Then it is treated as exact: `error` and `lower_bound` hold for the given derivative.
+        derivative: The derivative f' of a callable f, treated as exact if its integrals agree with f to 1e-7 of max |f'|.
         kinks: The points at which the derivative of a callable is not smooth.
         threads: The largest number of threads; by default the processors of this process.
-        progress: A function that is called as `progress(stage, done, total)` while the first levels are computed.
+        progress: Called as `progress(stage, done, total)` while the first levels are computed.
 
     Returns:
-        A `fewbit.Table`. Its `error` and `lower_bound` hold on the whole domain, not only at points of a grid. Its
-        `solver` is a dict with version, grid, seconds and status. The status is "exact" if the error is 0. Otherwise it
-        is "optimal" for objective "minimax", whose optimum is found to the last bit, and "unrefined" if `refine` is
-        false. After a refinement it is "stationary" if the gradient is at most about 1e-10, and "stalled" if no step
-        lowered the error before that.
+        A `fewbit.Table`. Its `error` and `lower_bound` hold on the whole domain. Its `solver` is a dict with version, grid,
+        seconds and status: "exact" if the error is 0, "optimal" for objective "minimax", "unrefined" without `refine`,
+        "stationary" if the gradient is at most about 1e-10, or "stalled" if no step lowered the error before that.
 
     Raises:
         FunctionError: The function cannot be used.
@@ -203,7 +193,7 @@ def _check_arguments(form, objective, tails, threads, parameters, grid, progress
 
 
 def _check_size(landscape, request, f):
-    """Raise SolveError if the table would have more pieces than a table can have."""
+    """Raise SolveError if the table would have too many pieces."""
     turns = 1 + len(landscape.extrema) + len(landscape.kinks)
     if request.form == "intervals" or turns * (request.count - 1) <= MOST_PIECES:
         return
@@ -246,7 +236,7 @@ def _warn_of_gap(table):
 
 
 def _certified(outcome, f, objective):
-    """Return an error and a lower bound that hold for the exact f', even if `f.derivative` is an approximation."""
+    """Return an error and a lower bound that hold for the exact f'."""
     error, bound = outcome.error, min(outcome.lower_bound, outcome.error)
     if outcome.lower_bound > error * (1 + 1e-9) + 1e-27 * outcome.scale:
         raise SolveError(
@@ -257,7 +247,7 @@ def _certified(outcome, f, objective):
 
 
 def _check_exact(landscape, outcome):
-    """Raise SolveError if an error of 0 ignores cells whose mass underflows although the weight is positive there."""
+    """Raise SolveError if an error of 0 ignores cells with underflowing mass."""
     cells = landscape.supporting_cells(_FINE)
     cells = cells.take(cells.mass == 0)
     middle = 0.5 * (cells.left + cells.right)
@@ -406,7 +396,6 @@ def _varying_stand_in(landscape, request, f):
 
 
 def _with_derivative(landscape, stand_in):
-    """Return the landscape in which the stand-in replaces f'."""
     kinks = np.unique(stand_in.points)
     return replace(landscape, derivative=stand_in, kinks=kinks, extrema=np.empty(0))
 
@@ -430,7 +419,7 @@ _METHODS = {
 
 
 def _both_cells(landscape, grid):
-    """Return the cells of the discrete problem, about `grid`, and cells that are fine enough for integrals."""
+    """Return the cells of the discrete problem, and cells fine enough for integrals."""
     if grid >= _FINE:
         fine = landscape.cells(grid)
         return fine, fine
@@ -472,10 +461,7 @@ def _pinned_slopes(f, tails, count, form):
 
 
 def _grid(grid, count, form, objective, landscape):
-    """Return the number of cells, and the largest number of atoms (see `relax_levels`) or None.
-
-    In form "levels", an f' with many monotone pieces gets more cells, because all of these pieces use the same levels.
-    """
+    """Return the number of cells, more if f' has many monotone pieces, and the largest number of atoms or None."""
     if grid is not None:
         return int(grid), None
     usual = max(_FINE, 256 * count)

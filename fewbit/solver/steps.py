@@ -1,6 +1,6 @@
 """Step functions over cells: the breaks of q for given levels or thresholds, and the error of a given q.
 
-A threshold is a value of f' at which q changes from one level to the next. Cells that contain a break are split first.
+A threshold is a value of f' at which q changes from one level to the next.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ class Steps:
     Attributes:
         breaks: float64 (M-1,), ascending.
         codes: int64 (M,), the index of every piece's level.
-        slope_density: float64 (M-1,), w / |f''| at the breaks, with f'' the derivative of f'; 0 at a jump of f'. If the
-            threshold of a break changes by a small number d, the break moves, and the mass w / |f''| d passes from one
-            of its pieces to the other.
+        slope_density: float64 (M-1,), w / |f''| at the breaks, 0 at a jump of f': the mass that passes between pieces per unit
+            by which a threshold changes.
     """
 
     breaks: np.ndarray
@@ -44,14 +43,14 @@ class Totals:
 
 
 def nearest_steps(landscape, cells, levels):
-    """Return the step function whose value at x is the level nearest to f'(x)."""
+    """Return the step function whose value is the level nearest to f'(x)."""
     return threshold_steps(landscape, cells, 0.5 * (levels[1:] + levels[:-1]))
 
 
 def threshold_steps(landscape, cells, thresholds):
-    """Return the step function whose code at x is the number of ascending thresholds below f'(x).
+    """Return the step function whose code is the number of ascending thresholds below f'(x).
 
-    If the code changes where the weight is 0, the break is in the middle between the neighboring cells.
+    A break where the weight is 0 is in the middle between the neighboring cells.
     """
     code_left = np.searchsorted(thresholds, cells.value_left, side="right")
     code_right = np.searchsorted(thresholds, cells.value_right, side="right")
@@ -75,10 +74,7 @@ def threshold_steps(landscape, cells, thresholds):
 
 
 def tidy(steps):
-    """Return the same step function with strictly ascending breaks.
-
-    Pieces that rounding has made empty are dropped, and neighboring pieces of equal code are merged.
-    """
+    """Drop empty pieces, and merge neighboring pieces of equal code."""
     breaks, codes, density = steps.breaks, steps.codes, steps.slope_density
     while True:
         # If several breaks are equal, only the last one remains.
@@ -94,15 +90,9 @@ def tidy(steps):
 
 
 def relabel(steps, levels, fixed):
-    """Merge neighboring pieces of equal level, and drop the levels that no piece uses.
+    """Merge neighboring pieces of equal level, and drop unused levels.
 
-    Args:
-        steps: The pieces.
-        levels: float64 (K,), in any order.
-        fixed: bool (K,), true for pinned levels.
-
-    Returns:
-        The new `steps`, `levels` and `fixed`.
+    `levels` (K,) may be in any order, and `fixed`, bool (K,), marks pinned ones. Return the new `steps`, `levels` and `fixed`.
     """
     codes = steps.codes
     changed = levels[codes[1:]] != levels[codes[:-1]]
@@ -141,7 +131,7 @@ def crossing_points(landscape, cells, cell, threshold):
 
 
 def slope_density(landscape, cells, cell, at):
-    """Return w / |f''|, float64 (n,), at the points `at` inside the cells `cell`; f'' is estimated by a difference of f'."""
+    """Return w / |f''| at the points `at` inside the cells `cell`, by a difference of f'."""
     left, right = cells.left[cell], cells.right[cell]
     step = np.minimum(1e-4 * np.maximum(1.0, np.abs(at)), 0.25 * (right - left))
     below, above = np.maximum(at - step, left), np.minimum(at + step, right)
@@ -154,7 +144,7 @@ def slope_density(landscape, cells, cell, at):
 
 
 def totals(landscape, cells, steps, levels):
-    """Return the `Totals` of the step function with these pieces and levels, computed without cancellation."""
+    """Compute the `Totals` of a step function without cancellation."""
     parts = landscape.split(cells, steps.breaks)
     code = steps.codes[np.searchsorted(steps.breaks, 0.5 * (parts.left + parts.right))]
     count = len(levels)

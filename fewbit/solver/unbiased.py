@@ -4,12 +4,12 @@ At run time, one of the two levels next to v(x) is drawn such that the mean of t
 
     E = integral of [(v - y_k)(y_{k+1} - v) + (f' - v)**2] w,   y_k <= v <= y_{k+1}.
 
-For levels other than the first and the last, the gradient is
+For levels other than the first and the last,
 
     dE/dy_k = integral over (y_{k-1}, y_k) of (v - y_{k-1}) w - integral over (y_k, y_{k+1}) of (y_{k+1} - v) w.
 
-ZipML (Zhang et al., ICML 2017) finds such levels in quadratic time. The costs satisfy the quadrangle inequality (QUIVER, 2024), so
-the solver uses divide and conquer.
+ZipML (Zhang et al., ICML 2017) finds such levels in quadratic time; the costs are Monge (QUIVER, 2024), so the solver divides and
+conquers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_KNOTS = 4096
 
 @dataclass(frozen=True)
 class StandIn:
-    """The stand-in: a piecewise linear function v that replaces f'.
+    """A piecewise linear function v that replaces f'.
 
     Attributes:
         points: float64 (n,), the x of the corners, ascending; two equal points are a jump.
@@ -54,7 +54,7 @@ class StandIn:
 
 
 def with_tails(stand_in, slopes):
-    """Return a stand-in that jumps, at the ends of the domain, to `slopes`, the limits of f' at both infinities."""
+    """Return a stand-in that jumps to `slopes`, the limits of f', at the ends of the domain."""
     points, values = list(stand_in.points), list(stand_in.values)
     if values[0] != slopes[0]:
         points.insert(0, points[0])
@@ -66,10 +66,7 @@ def with_tails(stand_in, slopes):
 
 
 def build_stand_in(landscape, count):
-    """Make the stand-in from lines between values of f' at the ends of the domain, kinks and extrema.
-
-    Lines are halved until they are within a small share of the average gap between `count` levels.
-    """
+    """Halve lines between values of f' until they are within a small share of the average gap between `count` levels."""
     derivative = landscape.derivative
     forced = np.unique(np.concatenate([landscape.domain, landscape.kinks, landscape.extrema]))
     left, right = forced[:-1], forced[1:]
@@ -114,7 +111,7 @@ def build_stand_in(landscape, count):
 
 
 def _bend(value, line):
-    """Return (n,), how much larger |f' - line| can be between samples: the largest second difference of `value` - `line`, (n, m)."""
+    """Bound how much larger |f' - line| can be between samples, by second differences of `value` - `line`, (n, m)."""
     error = np.concatenate(
         [np.zeros((len(value), 1)), value - line, np.zeros((len(value), 1))], axis=1
     )
@@ -122,9 +119,7 @@ def _bend(value, line):
 
 
 def refine_unbiased(landscape, cells, levels, fixed, most_steps=100):
-    """Improve, by Newton's method, the levels (K,) that are not `fixed`. The error never rises.
-
-    If a level equals a constant piece of the stand-in, the derivative may jump there from negative to positive. Such a level stays.
+    """Improve the levels (K,) that are not `fixed`, by Newton's method. The error never rises.
 
     Returns:
         The levels, and the residual: the largest |dE/dy_k| of the levels that may move, minus what their rounding can cause.
@@ -168,7 +163,7 @@ class _State:
 
 
 def variance(landscape, cells, levels):
-    """Return the variance of the draws, the integral of (v - y_k)(y_{k+1} - v) w."""
+    """Return the integral of (v - y_k)(y_{k+1} - v) w."""
     return _evaluate(landscape, cells, levels).error
 
 
@@ -204,7 +199,7 @@ def _evaluate(landscape, cells, levels):
 
 
 def _held(cells, levels, gradient):
-    """Return a bool mask (K,) of the inner levels that equal f' on a whole interval, where the gradient jumps up through 0."""
+    """Return the inner levels, bool (K,), that equal f' on an interval, at which the gradient jumps up through 0."""
     flat = cells.lowest == cells.highest
     held = np.zeros(len(levels), dtype=bool)
     for k in range(1, len(levels) - 1):

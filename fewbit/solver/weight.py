@@ -1,8 +1,5 @@
 """The weight w(x), the density by which the squared error of a table counts at x (Few-bit Backward, eq. 3).
 
-There are five kinds: "uniform" (w = 1 on the domain), "normal" (the normal density, whose integral over the domain may
-be less than 1), "scales" (a mixture of normal densities of all standard deviations in a range), "histogram" (a piecewise
-constant density with integral 1, which may be made of raw samples) and "callable" (any function that a user gives).
 docs/reference/table_schema.md describes the JSON document of each kind.
 """
 
@@ -56,19 +53,19 @@ class Weight:
     domain = None
 
     def density(self, x):
-        """Return w(x), not negative, for float64 x of any shape."""
+        """Return w(x) >= 0 for float64 x of any shape."""
         raise NotImplementedError
 
     def edges(self, domain):
-        """Return the points at which w jumps, ascending. Points outside the domain may be included."""
+        """Return the points at which w jumps, ascending, perhaps also outside the domain."""
         return np.empty(0)
 
     def support(self, x):
-        """Return whether w(x) > 0, bool in the shape of x."""
+        """Return whether w(x) > 0, in the shape of x."""
         return np.ones(np.shape(x), bool)
 
     def support_edges(self, domain):
-        """Return the points at which w becomes or ceases to be 0. Points outside the domain may be included."""
+        """Return the points at which w becomes or ceases to be 0, perhaps also outside the domain."""
         return self.edges(domain)
 
     def absence(self):
@@ -76,11 +73,11 @@ class Weight:
         return ""
 
     def mesh(self, domain):
-        """Return points, ascending, between which w changes little, or none if w varies slowly everywhere."""
+        """Return ascending points between which w changes little, or none."""
         return np.empty(0)
 
     def document(self):
-        """Return the weight as a dict that JSON can represent."""
+        """Return the weight as a dict for JSON."""
         raise NotImplementedError
 
 
@@ -88,7 +85,7 @@ class Uniform(Weight):
     """The constant weight 1."""
 
     def density(self, x):
-        """Return 1 for every x, in the shape of x."""
+        """Return ones."""
         return np.ones_like(x)
 
     def document(self):
@@ -125,19 +122,18 @@ class Normal(Weight):
         return self.mean + self.std * np.linspace(-9, 9, 721)
 
     def absence(self):
-        """Return the end of the message for a domain on which w has no mass."""
+        """Return the end of that message."""
         return f": the density of normal:{self.mean:g},{self.std:g} is too small for float64 there"
 
     def document(self):
-        """Return a dict with "kind": "normal", the mean and the standard deviation."""
+        """Return the kind, the mean and the standard deviation."""
         return {"kind": "normal", "mean": self.mean, "std": self.std}
 
 
 class Scales(Weight):
-    """A mixture of normal densities with mean 0. The logarithm of their standard deviation is uniformly distributed.
+    """A mixture of normal densities with mean 0, whose standard deviation s has a uniformly distributed logarithm.
 
-    w(x) is the integral of N(x; 0, s) ds / s from s = `low` to `high`, divided by log(high / low). It is the density of an
-    input of which only the order of magnitude is known, within a range.
+    w(x) is the integral of N(x; 0, s) ds / s from s = `low` to `high`, divided by log(high / low).
 
     Args:
         low: The least standard deviation.
@@ -159,7 +155,7 @@ class Scales(Weight):
         self.low, self.high = float(low), float(high)
 
     def density(self, x):
-        """Return the density at x: (P(x / low) - P(x / high)) / (x log(high / low)), where P is the distribution function."""
+        """Return (P(x / low) - P(x / high)) / (x log(high / low)), with P the normal distribution function."""
         x = np.abs(x)
         near = x < self.low
         result = np.empty(np.shape(x))
@@ -176,22 +172,22 @@ class Scales(Weight):
         return (high - low) / x
 
     def mesh(self, domain):
-        """Return points between which the density changes little, up to 9 times `high` from 0."""
+        """Return points up to 9 times `high` from 0."""
         steps = math.ceil(_POINTS_PER_E * math.log(9e3 * self.high / self.low))
         points = np.geomspace(1e-3 * self.low, 9 * self.high, steps)
         return np.concatenate([-points[::-1], points])
 
     def absence(self):
-        """Return the end of the message for a domain on which w has no mass."""
+        """Return the end of that message."""
         return f": the density of scales:{self.low:g},{self.high:g} is too small for float64 there"
 
     def document(self):
-        """Return a dict with "kind": "scales", the least and the largest standard deviation."""
+        """Return the kind and both standard deviations."""
         return {"kind": "scales", "low": self.low, "high": self.high}
 
 
 def _split_atoms(values):
-    """Return the samples that are atoms, the number of each, and the other samples. `values` are sorted."""
+    """Return the atoms among sorted samples, their numbers, and the other samples."""
     distinct, counts = np.unique(values, return_counts=True)
     heavy = (counts > 1) & (counts * _bin_count(values.size) > values.size)
     if heavy.any() and counts[~heavy].sum() <= _SAMPLES_PER_BIN:
@@ -268,15 +264,12 @@ class Histogram(Weight):
 
     @classmethod
     def from_samples(cls, samples):
-        """Make a histogram of samples, with up to 512 bins of about equally many samples.
+        """Make a histogram of finite samples, with up to 512 bins of about equally many.
 
-        An outlier gets its own bin. A value that more samples have than a usual bin contains gets a bin that is almost infinitely narrow.
-
-        Args:
-            samples: Finite values of any shape, at least two of them different.
+        An outlier gets its own bin, and a value that more samples have than a usual bin contains an almost infinitely narrow one.
 
         Raises:
-            WeightError: The samples are not as described.
+            WeightError: A sample is not finite, or all are equal.
         """
         values = _floats("samples", samples).ravel()
         if values.size < 2:
@@ -299,7 +292,7 @@ class Histogram(Weight):
         return cls(edges, _heights(counts, edges))
 
     def density(self, x):
-        """Return the height of the bin that contains x; 0 outside all bins."""
+        """Return the height of the bin that contains x, else 0."""
         bin_of = np.searchsorted(self._edges, x, side="right") - 1
         inside = (bin_of >= 0) & (bin_of < len(self._density))
         return np.where(inside, self._density[np.clip(bin_of, 0, len(self._density) - 1)], 0.0)
@@ -309,11 +302,11 @@ class Histogram(Weight):
         return self._edges
 
     def support(self, x):
-        """Return whether x is in a bin whose height is not 0."""
+        """Return whether x is in a bin that is not empty."""
         return self.density(x) > 0
 
     def absence(self):
-        """Return the end of the message for a domain on which w has no mass."""
+        """Return the end of that message."""
         return f": all mass of the histogram is in [{self.domain[0]:g}, {self.domain[1]:g}]"
 
     def mesh(self, domain):
@@ -321,7 +314,7 @@ class Histogram(Weight):
         return self._edges
 
     def document(self):
-        """Return a dict with "kind": "histogram", the edges and the heights."""
+        """Return the kind, the edges and the heights."""
         return {
             "kind": "histogram",
             "edges": self._edges.tolist(),
@@ -377,12 +370,12 @@ class Density(Weight):
         return self.density(x) > 0
 
     def support_edges(self, domain):
-        """Return the points at which the density becomes or ceases to be 0."""
+        """Return the points at which it becomes or ceases to be 0."""
         mesh = self.mesh(domain)
         return self._ends(mesh, self.density(mesh), 0.0)
 
     def _ends(self, mesh, value, least):
-        """Return the ends of the support beside which the density exceeds `least` at a point of the mesh."""
+        """Return the ends of the support beside which the density exceeds `least`."""
         zero = value == 0
         ends = np.flatnonzero((zero[1:] != zero[:-1]) & (np.maximum(value[1:], value[:-1]) > least))
         left, right, on_left = mesh[ends], mesh[ends + 1], zero[ends]
@@ -393,7 +386,7 @@ class Density(Weight):
         return right
 
     def mesh(self, domain):
-        """Return ascending points between which the density jumps or changes by at most 1/32 of its largest value."""
+        """Return points between which the density jumps or changes by at most 1/32 of its largest value."""
         domain = tuple(domain)
         if domain not in self._meshes:
             mesh = self._refined(np.linspace(*domain, _COARSE + 1))
@@ -408,7 +401,7 @@ class Density(Weight):
         return self._meshes[domain]
 
     def _refined(self, mesh):
-        """Halve the intervals of a mesh between whose ends the density changes much. Return the new mesh."""
+        """Halve the intervals of a mesh between whose ends the density changes much."""
         value = self.density(mesh)
         for _ in range(64):
             middle = 0.5 * (mesh[:-1] + mesh[1:])
@@ -427,14 +420,14 @@ class Density(Weight):
         return mesh
 
     def absence(self):
-        """Return the end of the message for a domain on which w has no mass."""
+        """Return the end of that message."""
         return (
             f": density {self._name} is 0 at nearly all of {_FINE + 1} evenly spaced points; if it has a narrow peak, "
             "choose a smaller domain around the peak"
         )
 
     def document(self):
-        """Return a dict with "kind": "callable" and the name of the user's function."""
+        """Return the kind and the name of the user's function."""
         return {"kind": "callable", "name": self._name}
 
 
@@ -443,10 +436,6 @@ class ScaledWeight:
 
     The division and its square root are exact, unless parts of w are about 2**-1000 times its integral; these count as 0, except for
     objective "minimax".
-
-    Args:
-        weight: The `Weight`.
-        domain: The two ends of the domain.
 
     Attributes:
         weight: The `Weight`.
@@ -492,7 +481,7 @@ class ScaledWeight:
 
 
 def _exponent(weight, domain):
-    """Return the exponent by which a weight is scaled on a domain; 0 for ordinary weights."""
+    """Return the exponent by which a weight is scaled; 0 for ordinary weights."""
     low, high = domain
     points = [np.linspace(low, high, _COARSE + 1), weight.mesh(domain), weight.edges(domain)]
     points = np.unique(np.concatenate(points))
@@ -508,14 +497,9 @@ def make_weight(spec):
     """Make a weight from a specification.
 
     Args:
-        spec: One of the following. A string: "uniform", "normal", "normal:MEAN,STD", "scales" or "scales:LOW,HIGH". None,
-            which means "uniform". An array of raw samples. A tuple (edges, density) of a histogram. A callable density. The
-            path of a .npy file with raw samples. The path of a .npz file with one array of samples, or with two arrays of a histogram:
-            `edges`, and `counts` or `density`. A dict that `Weight.document` returned, except one of kind "callable".
-            A `Weight`.
-
-    Returns:
-        A `Weight`.
+        spec: "uniform" (or None), "normal", "normal:MEAN,STD", "scales" or "scales:LOW,HIGH"; an array of samples; (edges, density) of a
+            histogram; a callable density; the path of a .npy file with samples, or of a .npz file with one array of samples or with
+            the arrays `edges` and `counts` or `density`; a dict that `Weight.document` returned, except of kind "callable"; a `Weight`.
 
     Raises:
         WeightError: The specification or the file cannot be used.
@@ -628,26 +612,25 @@ def _from_document(document):
 
 
 def _check_range(what, low, high):
-    """Raise WeightError if the solver cannot use the interval from low to high as a domain."""
+    """Raise WeightError if the solver cannot use the interval as a domain."""
     problem = check_extent(low, high)
     if problem:
         raise WeightError(f"{what}: {problem}")
 
 
 def _unit(values):
-    """Return values divided by a power of two such that the largest is about 1, so that products do not overflow."""
+    """Divide values by a power of two such that the largest is about 1."""
     largest = np.max(values, initial=0.0)
     return np.ldexp(values, -math.frexp(largest)[1]) if 0 < largest < math.inf else values
 
 
 def _heights(counts, edges):
-    """Return heights that are proportional to counts per width."""
     with np.errstate(all="ignore"):  # `Histogram` reports edges and counts that are wrong
         return _unit(counts) / np.diff(edges)
 
 
 def _normalized(density, widths):
-    """Divide the heights of a histogram by their integral, unless that is 1 already, so that documents round-trip."""
+    """Divide heights by their integral, unless that is 1, so that documents round-trip."""
     scaled = _unit(density)
     total = math.fsum(scaled * widths)
     with np.errstate(over="ignore"):

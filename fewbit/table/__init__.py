@@ -1,10 +1,6 @@
 """The table, a step function q that replaces the derivative f' of an activation function f, and its JSON document.
 
-The levels are the values of q, the breaks are the points at which q changes, and the pieces are the intervals between breaks. The code of
-a piece is the index of its level. docs/reference/table_schema.md describes every field and the exact arithmetic.
-
-This folder may import the files in the root of the package, `fewbit.schema`, `fewbit.functions` and `fewbit.render`, and not torch. It
-neither solves tables nor searches for them.
+docs/reference/table_schema.md describes every field and the exact arithmetic.
 """
 
 from fewbit.table import philox

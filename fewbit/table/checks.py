@@ -1,8 +1,4 @@
-"""Checks of a table's fields: one function for each kind of value, then the checks that relate several fields.
-
-A function `checked_*` returns the value in the form in which a table stores it. All raise TableError, with one line that names the
-field and the index.
-"""
+"""Checks of a table's fields. A function `checked_*` returns the value as a table stores it; all raise TableError with the field and index."""
 
 from __future__ import annotations
 
@@ -23,21 +19,21 @@ TAILS = ("free", "pinned")
 SIDES = ("right", "left")
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MOST_PIECES = 2**14
-"""Largest number of pieces of a table and of knots of a stand-in; the solver makes a few hundred."""
+"""Largest number of pieces of a table and of knots of a stand-in."""
 MOST_BINS = 2**16
 """Largest number of bins of a histogram weight."""
 MOST_CHARACTERS = 200
-"""Largest length of a name. schema/table-1.json repeats this limit and the two above."""
+"""Largest length of a name; schema/table-1.json repeats these limits."""
 MOST_COUNT = 2**53
-"""Largest revision and number of grid cells; float64 represents all integers up to this limit exactly."""
+"""Largest revision and number of grid cells, an integer that float64 represents exactly."""
 WEIGHT_FIELDS = ("kind", "mean", "std", "low", "high", "edges", "density", "name")
 _SOLVER_NUMBERS = (("grid", int), ("seconds", float))
 NARROWEST = 1e-9
-"""Smallest width of a domain, relative to the end with the larger absolute value."""
+"""Smallest width of a domain, relative to its larger end."""
 
 
 def set_fields(instance, **values) -> None:
-    """Set fields of a frozen dataclass while it is constructed."""
+    """Set fields of a frozen dataclass during its construction."""
     for name, value in values.items():
         object.__setattr__(instance, name, value)
 
@@ -49,12 +45,7 @@ def wrong(field: str, expected: str, got: Any) -> TableError:
 
 
 def checked_field(field: str, value) -> Any:
-    """Check a value against the schema of table documents, and return a copy in plain Python objects.
-
-    Args:
-        field: The name of a field of a document.
-        value: The field's value. NumPy's numbers count as numbers. A float without fraction counts as an integer.
-    """
+    """Check a value against the field's schema, and return a copy in plain Python objects. A float without fraction counts as an integer."""
     value = _plain(field, value)
     problem = schema.find_field_error(value, field, schema.TABLE)
     if problem is not None:
@@ -63,7 +54,7 @@ def checked_field(field: str, value) -> Any:
 
 
 def _plain(field: str, value) -> Any:
-    """Return a copy of a value in plain Python objects. Raise TableError if JSON cannot hold it."""
+    """Return a copy in plain Python objects. Raise TableError if JSON cannot hold it."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, Mapping):
@@ -85,7 +76,7 @@ def _is_finite(number: float) -> bool:
 
 
 def checked_function(value) -> str:
-    """Check the name of a function, and return it."""
+    """Check the name of a function."""
     _check_printable("function", checked_field("function", value))
     return value
 
@@ -93,7 +84,7 @@ def checked_function(value) -> str:
 def checked_numbers(
     field: str, value, limit: float = math.inf, most: int = MOST_BINS + 1
 ) -> np.ndarray:
-    """Check a list of up to `most` finite numbers from -limit to limit. Return a read-only float64 array (n,)."""
+    """Check up to `most` finite numbers from -limit to limit. Return a read-only float64 array (n,)."""
     try:
         numbers = np.array(value, np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -111,7 +102,7 @@ def checked_numbers(
 
 
 def checked_codes(field: str, value, n_levels: int) -> np.ndarray:
-    """Check the codes of M pieces, integers in [0, n_levels). Return a read-only int64 (M,)."""
+    """Check codes in [0, n_levels). Return a read-only int64 array (M,)."""
     codes = np.array(value)
     if codes.ndim != 1 or codes.size == 0 or codes.dtype.kind not in "iuf":
         raise wrong(field, "a list of integers", value)
@@ -124,14 +115,7 @@ def checked_codes(field: str, value, n_levels: int) -> np.ndarray:
 
 
 def checked_sides(field: str, value, length: int, what: str) -> tuple[str, ...]:
-    """Check a list of strings "right" or "left", and return it as a tuple.
-
-    Args:
-        field: The name of the field, for messages.
-        value: The list, or None for "right" in all places.
-        length: The required number of strings.
-        what: The name of the field with which `length` must agree, for messages.
-    """
+    """Check `length` strings "right" or "left", or None for "right" everywhere. `what` is the field that gives `length`."""
     if value is None:
         return ("right",) * length
     if isinstance(value, str) or not isinstance(value, Sequence):
@@ -145,7 +129,7 @@ def checked_sides(field: str, value, length: int, what: str) -> tuple[str, ...]:
 
 
 def checked_interval(field: str, value) -> tuple[float, float]:
-    """Return the two ends of an interval. Raise TableError if it is too narrow for plots and quadrature."""
+    """Return the ends of an interval that is wide enough for plots and quadrature."""
     ends = checked_numbers(field, value, limit=FLOAT32_MAX)
     if len(ends) != 2 or not ends[0] < ends[1]:
         raise wrong(field, "two numbers a < b", value)
@@ -157,7 +141,7 @@ def checked_interval(field: str, value) -> tuple[float, float]:
 
 
 def checked_parameters(value) -> dict[str, float]:
-    """Check the parameters of a function, {name: number}, and return a copy with floats."""
+    """Check {name: number}, and return a copy with floats."""
     parameters = checked_field("parameters", value)
     for name in parameters:
         if not isinstance(name, str) or not 1 <= len(name) <= MOST_CHARACTERS:
@@ -167,7 +151,7 @@ def checked_parameters(value) -> dict[str, float]:
 
 
 def checked_weight(value) -> dict[str, Any]:
-    """Check the dict of a weight, and return a copy with plain floats and with the fields in a fixed order."""
+    """Check the dict of a weight, and return a copy with plain floats and a fixed order."""
     weight = checked_field("weight", value)
     if weight["kind"] == "callable":
         _check_printable("weight.name", weight["name"])
@@ -189,7 +173,7 @@ def checked_weight(value) -> dict[str, Any]:
 
 
 def checked_solver(value) -> dict[str, Any]:
-    """Check the dict about the solver's run (version, grid, status and seconds), and return a copy."""
+    """Check the dict about the solver's run, and return a copy."""
     solver = checked_field("solver", value)
     for name in ("version", "status"):
         _check_printable(f"solver.{name}", solver.get(name, ""))
@@ -203,7 +187,7 @@ def _check_printable(field: str, value: str) -> None:
 
 
 def checked_knots_error(value) -> float:
-    """Check that `knots_error` is a finite number of at least 0, and return it as a float."""
+    """Return `knots_error`, finite and not negative, as a float."""
     is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf:
         raise wrong("knots.error", "a finite number of at least 0", value)
@@ -211,13 +195,13 @@ def checked_knots_error(value) -> float:
 
 
 def check_length(field: str, value, length: int, what: str) -> None:
-    """Check that a field has `length` items. `what` is the field with which the length must agree, for the message."""
+    """Check that a field has `length` items, as the field `what` says."""
     if len(value) != length:
         raise wrong(field, f"{counted(length, 'item')} to match {what}", len(value))
 
 
 def check_ascending(field: str, numbers: np.ndarray, strict: bool = True) -> None:
-    """Check that numbers ascend. Equal neighbors are an error if `strict` is true."""
+    """Check that numbers ascend, strictly or not."""
     bad = np.flatnonzero(~(np.diff(numbers) > 0 if strict else np.diff(numbers) >= 0))
     if bad.size:
         order = "more than" if strict else "at least"
@@ -234,7 +218,7 @@ def check_levels(bits: int, form: str, levels: np.ndarray) -> None:
 
 
 def check_pieces(form: str, levels: np.ndarray, breaks: np.ndarray, codes: np.ndarray) -> None:
-    """Check that breaks and codes describe pieces, and that neighboring pieces have different levels."""
+    """Check breaks and codes, and that neighboring pieces have different levels."""
     check_length("breaks", breaks, len(codes) - 1, "the pieces in codes")
     check_ascending("breaks", breaks)
     if form == "intervals" and codes.tolist() != list(range(len(levels))):
@@ -262,7 +246,7 @@ def check_unbiased(
 
 
 def _check_lower_pieces(levels: np.ndarray, breaks: np.ndarray, codes: np.ndarray, knots) -> None:
-    """Check, at the middle of every piece, that the piece's code is the index of the level below the stand-in."""
+    """Check, at the middle of every piece, that its code is that of the level below the stand-in."""
     top = np.flatnonzero(codes > len(levels) - 2)
     if top.size:
         raise wrong(f"codes[{top[0]}]", f"a lower level, in [0, {len(levels) - 1})", codes[top[0]])

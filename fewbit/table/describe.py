@@ -6,18 +6,18 @@ from collections.abc import Mapping
 
 
 def describe_function(table) -> str:
-    """Describe a table's function, such as `gelu` or `leaky_relu(negative_slope=0.01)`."""
+    """Describe a table's function: `gelu` or `leaky_relu(negative_slope=0.01)`."""
     return describe(table.function, table.parameters)
 
 
 def describe(function: str, parameters: Mapping[str, float]) -> str:
-    """Return a function's name, with its parameters if it has any."""
+    """Return a function's name, with its parameters if any."""
     inside = ", ".join(f"{name}={value:g}" for name, value in parameters.items())
     return f"{function}({inside})" if inside else function
 
 
 def describe_weight(table) -> str:
-    """Describe a table's weight and domain, such as `normal(0, 1) on [-10, 10]`."""
+    """Describe a table's weight and domain: `normal(0, 1) on [-10, 10]`."""
     weight = table.weight
     text = _WEIGHTS.get(weight["kind"], "{kind}").format(**weight)
     return f"{text} on [{table.domain[0]:g}, {table.domain[1]:g}]"

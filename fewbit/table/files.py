@@ -1,4 +1,4 @@
-"""Files with one table, or with several tables of one function."""
+"""Files with one table (schema fewbit.table/1), or with several tables of one function (fewbit.tables/1)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from fewbit.table.table import (
 
 
 def load_file(path: str | os.PathLike) -> list[Table]:
-    """Read the tables in a file.
-
-    A file of schema fewbit.table/1 contains one table, and a file of schema fewbit.tables/1 several.
+    """Read the tables in a file of either schema.
 
     Raises:
         TableError: The file cannot be read or is not valid. The message starts with the path.
@@ -32,13 +30,7 @@ def load_file(path: str | os.PathLike) -> list[Table]:
 
 
 def loads(text: str, where: str = "table") -> list[Table]:
-    """Read the tables in JSON text.
-
-    Text of schema fewbit.table/1 contains one table, and text of schema fewbit.tables/1 several.
-
-    Args:
-        text: The JSON text.
-        where: The text with which error messages begin.
+    """Read the tables in JSON text of either schema. Error messages begin with `where`.
 
     Raises:
         TableError: The text is not a valid document.
@@ -58,11 +50,7 @@ def loads(text: str, where: str = "table") -> list[Table]:
 
 
 def dumps_tables(function: str, tables: Sequence[Table]) -> str:
-    """Return several tables of one function as JSON text of schema fewbit.tables/1.
-
-    Args:
-        function: The name of the function.
-        tables: Tables of this function.
+    """Return several tables of one function as JSON text.
 
     Raises:
         TableError: A table is of another function.
@@ -81,13 +69,7 @@ def dumps_tables(function: str, tables: Sequence[Table]) -> str:
 def save_tables(
     path: str | os.PathLike, function: str, tables: Sequence[Table], force: bool = False
 ) -> None:
-    """Write several tables of one function to a file, completely or not at all.
-
-    Args:
-        path: The path of the file.
-        function: The name of the function.
-        tables: Tables of this function.
-        force: Whether an existing file may be overwritten.
+    """Write several tables of one function to a file, completely or not at all. `force` allows to overwrite.
 
     Raises:
         TableError: A table is of another function.

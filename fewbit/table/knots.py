@@ -1,8 +1,7 @@
-"""The pieces of a step function q, and the stand-in of an unbiased table.
+"""The pieces of a step function q, and the stand-in of an unbiased table: the piecewise linear function that replaces f'.
 
-A "right" break belongs to the piece before it, which is closed on the right; a "left" break belongs to the piece after it. M is the number
-of pieces and K that of levels. The stand-in is the piecewise linear function that replaces f'; its n corners are the knots. Backends compute
-with breaks that are rounded to float32 such that no float32 x changes its piece.
+A "right" break belongs to the piece before it, a "left" break to the piece after it. M is the number of pieces, K that of levels and n that
+of knots, the corners of the stand-in.
 """
 
 from __future__ import annotations
@@ -26,15 +25,12 @@ from fewbit.table.checks import (
 
 
 def locate(x, breaks, closed: Sequence[str] | None = None) -> np.ndarray:
-    """Return the index of the piece that contains x.
+    """Return the index of the piece that contains x, int64 in [0, M-1] of x's shape. NaN is in the last piece.
 
     Args:
         x: Numbers of any shape.
         breaks: float64 (M-1,), ascending.
-        closed: M-1 strings, "right" or "left": the kind of each break. None means "right" for all.
-
-    Returns:
-        int64 of x's shape in [0, M-1]. NaN is in the last piece.
+        closed: M-1 strings, "right" or "left". None means "right" for all.
     """
     limits = np.asarray(breaks, np.float64)
     if closed is not None and "left" in closed:
@@ -46,7 +42,7 @@ def locate(x, breaks, closed: Sequence[str] | None = None) -> np.ndarray:
 
 
 def round_breaks(breaks, closed: Sequence[str]) -> np.ndarray:
-    """Round breaks (M-1,) to float32, "right" breaks down and "left" breaks up, so that comparisons with float32 x do not change."""
+    """Round breaks (M-1,) to float32, "right" ones down and "left" ones up, so that no float32 x changes its piece."""
     breaks = np.asarray(breaks, np.float64)
     nearest = to_float32(breaks)
     with np.errstate(
@@ -60,13 +56,12 @@ def round_breaks(breaks, closed: Sequence[str]) -> np.ndarray:
 
 
 class Rounded(NamedTuple):
-    """The numbers of a table, rounded to float32, with which backends compute.
+    """The numbers of a table in float32, with which backends compute.
 
     Attributes:
         breaks: (M-1,), rounded by `round_breaks`.
         levels: (K,).
-        points: The x of the knots (n,), rounded like breaks. `points` and all attributes below it are None for a table
-            without knots.
+        points: The x of the knots (n,), rounded like breaks; like all below None for a table without knots.
         values: The values of the stand-in at the knots (n,).
         slopes: The slopes of the stand-in between knots (n-1,).
         inverse_gaps: 1 / (levels[k+1] - levels[k]), (K-1,).
@@ -85,16 +80,13 @@ def _is_left(closed: Sequence[str]) -> np.ndarray:
 
 
 def to_float32(x) -> np.ndarray:
-    """Round x to float32. Numbers that are too large become infinite, without a warning."""
+    """Round to float32. Numbers that are too large become infinite."""
     with np.errstate(over="ignore"):
         return np.asarray(x).astype(np.float32)
 
 
 def interpolate(x, segment, points, values, slopes) -> np.ndarray:
-    """Evaluate a piecewise linear function that is constant outside its points; `segment` is what `locate` returns for each x.
-
-    Between points this is values[i] + (x - points[i]) * slopes[i] with i = segment - 1.
-    """
+    """Return values[i] + (x - points[i]) * slopes[i], i = segment - 1, and outside the points constants. `segment` is from `locate`."""
     i = np.clip(segment - 1, 0, len(slopes) - 1)
     with np.errstate(
         invalid="ignore", over="ignore"
@@ -105,14 +97,13 @@ def interpolate(x, segment, points, values, slopes) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Knots:
-    """The stand-in of an unbiased table: a piecewise linear function that replaces f', given by its corners.
+    """The stand-in of an unbiased table, given by its corners.
 
     Attributes:
         points: The x of the knots, float64 (n,), n >= 2, ascending, read-only. Two equal neighbors are a jump.
         values: The value at each knot, float64 (n,), read-only.
-        closed: n strings, by default all "right". At the point of a jump, the stand-in has the value of the first of
-            the two knots with "right", and the value of the second with "left". Both knots of a jump must have the same
-            string.
+        closed: n strings, by default all "right". At a jump the stand-in has the value of the first knot with "right", and of
+            the second with "left"; both knots must have the same string.
 
     Raises:
         TableError: An invariant does not hold. The message names the field.
@@ -123,7 +114,6 @@ class Knots:
     closed: tuple[str, ...] | None = None
 
     def __post_init__(self):
-        """Check the fields, and store read-only copies."""
         points = checked_numbers("points", self.points, limit=FLOAT32_MAX, most=MOST_PIECES)
         values = checked_numbers("values", self.values, limit=FLOAT32_MAX, most=MOST_PIECES)
         if len(points) < 2:
@@ -134,7 +124,7 @@ class Knots:
         _check_knots(self)
 
     def __call__(self, x) -> np.ndarray:
-        """Return the stand-in at x (any shape), float64 of x's shape. The stand-in is constant outside its knots."""
+        """Return the stand-in, float64 of x's shape; constant outside its knots."""
         x = np.asarray(x, np.float64)
         return interpolate(
             x, locate(x, self.points, self.closed), self.points, self.values, self.slopes
@@ -151,13 +141,13 @@ class Knots:
 
     @property
     def slopes(self) -> np.ndarray:
-        """The slopes between neighboring knots, float64 (n-1,); 0 at a jump."""
+        """The slopes between knots, float64 (n-1,); 0 at a jump."""
         width = np.diff(self.points)
         with np.errstate(over="ignore"):  # an overflow is reported by _check_knots
             return np.divide(np.diff(self.values), width, out=np.zeros_like(width), where=width > 0)
 
     def document(self) -> dict:
-        """Return the `knots` object of a table document, without the field `error`."""
+        """Return the `knots` of a table document, without `error`."""
         document = {"points": self.points.tolist(), "values": self.values.tolist()}
         if "left" in self.closed:
             document["closed"] = list(self.closed)
@@ -186,10 +176,9 @@ def _check_knots(knots: Knots) -> None:
 
 
 def lower_pieces(levels, knots: Knots) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """Return `breaks` float64 (M-1,), `codes` int64 (M,) and `closed` (M-1 strings) of an unbiased table, from levels (K,) and knots.
+    """Return `breaks` float64 (M-1,), `codes` int64 (M,) and `closed` of an unbiased table with levels (K,).
 
-    The code of a piece is the index of the level below the stand-in. A break is a point at which the stand-in crosses or jumps across a level
-    other than the lowest and the highest.
+    A piece's code is that of the level below the stand-in, which crosses or jumps across an inner level at every break.
     """
     levels = np.asarray(levels, np.float64)
     candidates = {
@@ -211,7 +200,7 @@ def lower_pieces(levels, knots: Knots) -> tuple[np.ndarray, np.ndarray, tuple[st
 
 
 def _crossings(levels: np.ndarray, knots: Knots) -> dict[float, str]:
-    """Return {x: "right" or "left"}: points between knots at which the stand-in crosses a level, with their sides."""
+    """Return {x: "right" or "left"} of the points between knots at which the stand-in crosses a level."""
     crossings = {}
     for x0, x1, v0, v1, slope in zip(
         knots.points, knots.points[1:], knots.values, knots.values[1:], knots.slopes, strict=False
@@ -225,9 +214,5 @@ def _crossings(levels: np.ndarray, knots: Knots) -> dict[float, str]:
 
 
 def lower_level(mean, levels: np.ndarray) -> np.ndarray:
-    """Return, for every value of the stand-in in `mean`, the index of the level below it, clipped to [0, K-2].
-
-    The highest level has the index K-1. It is excluded, because a draw chooses between the level of this index and the
-    next one.
-    """
+    """Return the index of the level below every value in `mean`, clipped to [0, K-2]: a draw chooses between this level and the next."""
     return np.clip(np.searchsorted(levels, mean, side="right") - 1, 0, len(levels) - 2)

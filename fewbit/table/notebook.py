@@ -49,7 +49,7 @@ def _pieces(table: Table) -> View:
 
 
 def intervals(table: Table) -> list[str]:
-    """Return each piece as text, such as `(0, 1]`. The brackets show to which of two pieces a break belongs."""
+    """Return each piece as text, such as `(0, 1]`."""
     reach = max(map(abs, table.domain))
     left, right = ["(-inf"], []
     for x, side in zip(table.breaks.tolist(), table.closed, strict=True):

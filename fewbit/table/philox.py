@@ -1,8 +1,4 @@
-"""Philox4x32-10, the counter-based generator of Salmon et al. (SC 2011), in NumPy.
-
-The random number of a tensor's element depends only on the seed and the element's index. So it is the same in every
-backend and in any order of the elements.
-"""
+"""Philox4x32-10, the counter-based generator of Salmon et al. (SC 2011), in NumPy: a random number depends on seed and element alone."""
 
 from __future__ import annotations
 
@@ -19,15 +15,11 @@ _HALF = np.uint64(32)
 
 
 def philox4x32(counter, key) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Compute four random 32-bit words for every counter.
+    """Compute four random uint32 words for every counter, in the broadcast shape.
 
     Args:
-        counter: Four integers or integer arrays that broadcast together, the least significant word first. Only the low
-            32 bits are used.
+        counter: Four integers or integer arrays, the least significant word first. Only the low 32 bits are used.
         key: Two integers or integer arrays. Only the low 32 bits are used.
-
-    Returns:
-        Four uint32 arrays of the broadcast shape.
     """
     # Computed in uint64, which has room for the product of two 32-bit words; sums of keys are masked to 32 bits.
     c0, c1, c2, c3 = np.broadcast_arrays(
@@ -47,7 +39,7 @@ def philox4x32(counter, key) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
 
 
 def split64(value) -> tuple[np.ndarray, np.ndarray]:
-    """Return the low and the high 32 bits of 64-bit integers, as uint64 arrays."""
+    """Return the low and high 32 bits of 64-bit integers, as uint64."""
     value = np.asarray(value).astype(np.uint64)
     return value & _LOW, value >> _HALF
 
@@ -56,7 +48,7 @@ def seed_key(seed) -> tuple[np.ndarray, np.ndarray]:
     """Return the Philox key of a seed.
 
     Args:
-        seed: An integer in [-2**63, 2**64). A negative seed is taken modulo 2**64.
+        seed: An integer in [-2**63, 2**64), modulo 2**64.
 
     Raises:
         TypeError: The seed is not an integer.
@@ -69,7 +61,7 @@ def seed_key(seed) -> tuple[np.ndarray, np.ndarray]:
 
 
 def uniform(seed, index) -> np.ndarray:
-    """Draw float32 numbers in [0, 1), of the shape of `index`: the top 24 bits of the first word of `philox4x32`, times 2**-24.
+    """Draw float32 numbers in [0, 1) of the shape of `index`: the top 24 bits of the first word of `philox4x32`, times 2**-24.
 
     The counter of element e is (e mod 2**32, e div 2**32, 0, 0), and the key is (seed mod 2**32, seed div 2**32).
     """

@@ -1,7 +1,4 @@
-"""Pictures of tables: the derivative f' of an activation function, and the step function q that replaces f'.
-
-matplotlib is imported only when a picture is drawn. pyplot is never imported.
-"""
+"""Pictures of tables. matplotlib is imported only when a picture is drawn, pyplot never."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ from fewbit.table import FLOAT32_MAX, Table, describe_function, describe_weight
 
 
 class Curve(NamedTuple):
-    """The points of a curve. A NaN in both arrays separates parts that are not joined."""
+    """Points of a curve. NaN separates parts that are not joined."""
 
     x: np.ndarray
     y: np.ndarray
 
 
 class Step(NamedTuple):
-    """One piece of q: its two ends, the value of its level, and the index of the level (`code`)."""
+    """A piece of q: its ends, its level's value, and the level's index (`code`)."""
 
     start: float
     end: float
@@ -38,10 +35,7 @@ class Step(NamedTuple):
 
 
 def window(table: Table, function=None) -> tuple[float, float]:
-    """Return the ends of the part of the domain to draw: that in which f' (or q if f' is unknown) changes, with a margin.
-
-    If f' is unbounded, the part ends soon after f' has left the range of the levels.
-    """
+    """Return the ends of the part of the domain in which f' (or q if f' is unknown) changes, with a margin."""
     low, high = table.domain
     x = np.linspace(low, high, 4001)
     y = _finite(table(x) if function is None else _derivative(function, x))
@@ -81,7 +75,7 @@ def derivative_curve(function, low: float, high: float, n: int = 2000) -> Curve:
 
 
 def steps(table: Table, low: float, high: float) -> list[Step]:
-    """Return the pieces of q that overlap [low, high], each cut off at `low` and `high`."""
+    """Return the pieces of q, cut off at `low` and `high`."""
     edges = [-np.inf, *table.breaks.tolist(), np.inf]
     pieces = zip(
         edges, edges[1:], table.levels[table.codes].tolist(), table.codes.tolist(), strict=False
@@ -94,7 +88,7 @@ def steps(table: Table, low: float, high: float) -> list[Step]:
 
 
 def value_limits(table: Table, curve: Curve | None) -> tuple[float, float]:
-    """Return limits of the vertical axis. They include all levels, and the values of f' not far from the levels."""
+    """Return limits of the vertical axis, with all levels and nearby values of f'."""
     low, high = float(table.levels.min()), float(table.levels.max())
     slack = (high - low) or 1.0
     if curve is not None and np.isfinite(curve.y).any():
@@ -123,9 +117,7 @@ def _finite(y: np.ndarray) -> np.ndarray:
 
 
 def plot_table(table: Table, path: str | os.PathLike | None = None, ax=None, force: bool = False):
-    """Draw f' and q, and below them the difference of the two. Return the matplotlib Figure.
-
-    If f' is not known, q alone is drawn.
+    """Draw f', if it is known, and q, and below them their difference. Return the matplotlib Figure.
 
     Args:
         table: The table.
@@ -143,15 +135,9 @@ def plot_table(table: Table, path: str | os.PathLike | None = None, ax=None, for
 
 
 def plot_grid(tables: Sequence[Table], path: str | os.PathLike | None = None, force: bool = False):
-    """Draw a grid of tables, with a row for each function and a column for each form and number of bits.
+    """Draw tables, a row for each function and a column for each form and number of bits. Return the matplotlib Figure.
 
-    Args:
-        tables: The tables. If several have the same function, form and bits, the last one is drawn.
-        path: A .png or .svg file in which the figure is also saved, or None.
-        force: Whether an existing file may be overwritten.
-
-    Returns:
-        The matplotlib Figure.
+    Of several tables with the same function, form and bits, the last one is drawn. `path` and `force` are those of `plot_table`.
 
     Raises:
         OutputExistsError: The file exists, and `force` is false.
@@ -181,7 +167,7 @@ def _draw_grid(figure, cells: dict[tuple, Table]) -> None:
 
 
 def headline(table: Table) -> str:
-    """Describe a table in one line: its function, its bits and its error."""
+    """Describe a table in one line: its function, bits and error."""
     quality = "exact" if table.exact else f"error {table.error:.4g}"
     kind = {"mse": "", "unbiased": ", unbiased", "minimax": ", minimax"}[table.objective]
     return f"{describe_function(table)}, {counted(table.bits, 'bit')}{kind}: {quality}"
@@ -213,7 +199,7 @@ def _level_colors(table: Table) -> np.ndarray:
 
 
 _DERIVATIVE = "f\u200a′"
-"""The label of f', with a hair space because the prime would touch the f. It needs no fonts for formulas."""
+"""The label of f', with a hair space because the prime would touch the f."""
 
 
 def _draw_values(axes, table: Table, legend: bool, wide: float = 2.6) -> None:
@@ -253,7 +239,7 @@ def _draw_steps(axes, table: Table, low: float, high: float, wide: float) -> Non
 
 
 def _draw_band(axes, table: Table, low: float, high: float) -> None:
-    """Draw the band between the two levels from which an unbiased table draws at each x, and the mean of the draws."""
+    """Draw the band between the levels from which an unbiased table draws, and the mean of the draws."""
     x = np.linspace(low, high, 2000)
     lower = table.code(x)
     colors = _level_colors(table)
@@ -306,7 +292,7 @@ def _draw_error(axes, table: Table, function) -> None:
 
 
 def _between(edges: list[float], n: int = 2400) -> np.ndarray:
-    """Return points inside every interval between two edges. A NaN separates intervals, so no line joins them."""
+    """Return points between each two edges, with NaN between intervals."""
     total = edges[-1] - edges[0]
     parts = []
     for a, b in zip(edges, edges[1:], strict=False):

@@ -1,4 +1,4 @@
-"""A small picture of a table for the terminal: the derivative f' in braille dots, and the step function q in bars."""
+"""A small picture of a table for the terminal."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ MARGIN = 9  # columns left of the picture: a label of up to 7 characters, a blan
 
 
 def sketch(table, width: int = 72, height: int = 16) -> str:
-    """Draw q, and f' if it is known, as lines of text, over the part of the domain in which they change.
-
-    For an unbiased table the bars are the levels, and the dots are f', or the stand-in if f' is not known.
+    """Draw q as bars, and f' (or the stand-in of an unbiased table) as braille dots, over the part of the domain in which they change.
 
     Args:
         table: A `fewbit.Table`.
@@ -74,7 +72,7 @@ def _draw_dots(canvas: np.ndarray, curve: Curve, x_limits, y_limits) -> None:
 
 
 def _scale(value, limits, n: int):
-    """Return the position of `value` between the limits, a number in [0, n)."""
+    """Return the position of `value` between the limits, in [0, n)."""
     return np.clip((value - limits[0]) / (limits[1] - limits[0]) * n, 0, n - 1e-6)
 
 

@@ -1,8 +1,4 @@
-"""The class `Table`, a step function q for the derivative f' of an activation function f, and its JSON document.
-
-In an unbiased table the value at x is drawn at random from two neighboring levels. The mean of the draws is the stand-in, a piecewise linear
-function that replaces f'. Its corners are called knots.
-"""
+"""The class `Table`, a step function q for the derivative f' of an activation function f, and its JSON document."""
 
 from __future__ import annotations
 
@@ -69,8 +65,8 @@ SCALARS = (
 class Table:
     """A step function q with few levels that approximates the derivative f' of an activation function; immutable.
 
-    K is the number of levels, and M the number of pieces. Arrays are stored as read-only copies. Two tables are equal
-    if their documents are equal except for the solver's seconds. docs/reference/table_schema.md describes the fields in detail.
+    K is the number of levels, and M the number of pieces; arrays are read-only copies. In an unbiased table, the value at x is drawn at random
+    from two neighboring levels, with the stand-in as mean. Tables are equal if their documents are, except for the solver's seconds.
 
     Attributes:
         function: The name of f.
@@ -83,21 +79,17 @@ class Table:
         tails: "pinned" if q has the limits of f' at infinity outside the domain, else "free".
         levels: float64 (K,), ascending for form "levels", in the order of the pieces for "intervals".
         breaks: float64 (M-1,), ascending: the points at which q changes.
-        codes: int64 (M,): the index in `levels` of every piece's level. In an unbiased table, draws choose between the
-            level of this index and the next one.
+        codes: int64 (M,), the index of every piece's level; if unbiased, of the lower of the two levels.
         error: The integral of (f' - q)**2 w over the domain. For "minimax": the largest |f' - q|. For "unbiased":
             the integral of the expected squared error of a draw, times w.
         lower_bound: A proven lower bound on the error of any table with the same function, form, number of levels,
             weight, domain, tails and objective.
-        relative_error: The square root of: error / (the integral of f'**2 w). For "minimax": error / (the largest
-            |f'|).
-        solver: A dict about the solver's run: the version of fewbit, and the number of cells into which the solver cut
-            the domain (`grid`). It may also have the status and the seconds.
+        relative_error: The root of: error / (the integral of f'**2 w). For "minimax": error / (the largest |f'|).
+        solver: A dict about the solver's run: version and grid, perhaps status and seconds.
         revision: The revision of a shipped table, which is raised when the table's numbers change.
-        closed: M-1 strings, by default all "right". A break belongs to the piece before it if its string is "right"
-            (this piece is closed on the right), and to the piece after it if its string is "left".
-        knots: The stand-in, a piecewise linear function that replaces f'. None unless the objective is "unbiased".
-        knots_error: A bound on |f' - stand-in|. None unless the table has knots.
+        closed: M-1 strings, by default all "right": a break belongs to the piece before it ("right") or after it ("left").
+        knots: The stand-in of an unbiased table, a piecewise linear function that replaces f', else None.
+        knots_error: A bound on |f' - stand-in|, or None.
 
     Raises:
         TableError: An invariant does not hold. The message names the field and the index.
@@ -126,7 +118,6 @@ class Table:
     _function: Any = field(default=None, compare=False)
 
     def __post_init__(self):
-        """Check all fields, and store read-only copies."""
         levels = checked_numbers("levels", self.levels, limit=FLOAT32_MAX)
         breaks = checked_numbers("breaks", self.breaks, most=MOST_PIECES - 1)
         set_fields(
@@ -152,32 +143,23 @@ class Table:
             check_unbiased(self.form, levels, breaks, self.codes, self.knots)
 
     def __call__(self, x) -> np.ndarray:
-        """Return q(x), float64 of x's shape. For an unbiased table, this is the mean of the draws.
-
-        NaN gets the value of the last piece.
-        """
+        """Return q(x), or the mean of the draws, float64 of x's shape. NaN gets the value of the last piece."""
         if self.objective == "unbiased":
             return np.clip(self.knots(x), self.levels[0], self.levels[-1])
         return self.levels[self.code(x)]
 
     def code(self, x: ArrayLike) -> np.ndarray:
-        """Return the index of the level at every x, int64 of x's shape.
-
-        In an unbiased table, this is the index of the lower of the two levels between which draws choose.
-        """
+        """Return the index of the level at every x, or of the lower level of a draw, int64 of x's shape."""
         if self.objective == "unbiased":
             return lower_level(self(x), self.levels)
         return self.codes[locate(x, self.breaks, self.closed)]
 
     def sample(self, x: ArrayLike, seed: int) -> np.ndarray:
-        """Draw one of two levels at random for every element of x. Only an unbiased table can do this.
+        """Draw a level for every element of x: levels[sample_code(x, seed)], float64 of x's shape.
 
         Args:
             x: Numbers of any shape.
             seed: An integer in [-2**63, 2**64).
-
-        Returns:
-            levels[sample_code(x, seed)], float64 of x's shape.
 
         Raises:
             TableError: The table is not unbiased.
@@ -185,9 +167,7 @@ class Table:
         return self.levels[self.sample_code(x, seed)]
 
     def sample_code(self, x: ArrayLike, seed: int) -> np.ndarray:
-        """Draw the index of a level for every element of x. Only an unbiased table can do this.
-
-        The computation uses the same float32 operations as every backend. docs/reference/table_schema.md lists them.
+        """Draw the index of a level for every element of x, with the float32 operations of every backend (docs/reference/table_schema.md).
 
         Args:
             x: Numbers of any shape, which are rounded to float32. Elements are numbered in C order.
@@ -211,7 +191,7 @@ class Table:
         return lower + (philox.uniform(seed, np.arange(x32.size).reshape(x32.shape)) < probability)
 
     def rounded(self) -> Rounded:
-        """Return the table's numbers, rounded to float32 as every backend uses them for 16-bit and 32-bit inputs."""
+        """Return the table's numbers in float32, as backends use them for 16-bit and 32-bit inputs."""
         breaks, levels = round_breaks(self.breaks, self.closed), to_float32(self.levels)
         if self.knots is None:
             return Rounded(breaks, levels, None, None, None, None)
@@ -232,11 +212,10 @@ class Table:
 
     @property
     def activation(self) -> functions.Function | None:
-        """The `fewbit.functions.Function` whose derivative q approximates, or None if the function is not known.
+        """The `fewbit.functions.Function` whose derivative q approximates, or None if it is not known.
 
-        This is the function that `with_activation` set, or the one for which this object was solved. If there is
-        neither, it is the built-in function whose name is in the field `function`. A name in a table is never imported,
-        since the file may be untrusted.
+        It is the function that `with_activation` set or that was solved, else the built-in one with the table's name. A name in a table is
+        never imported, since the file may be untrusted.
         """
         if self._function is not None:
             return self._function
@@ -246,10 +225,7 @@ class Table:
             return None
 
     def with_activation(self, function: str | Callable) -> Table:
-        """Return a copy of the table with `activation` set to a function that is not built into fewbit.
-
-        Args:
-            function: A callable, or `package.module:name`, which is imported.
+        """Return a copy whose `activation` is a callable, or `package.module:name`, which is imported.
 
         Raises:
             FunctionError: The function cannot be imported, or its derivative cannot be determined.
@@ -269,7 +245,7 @@ class Table:
         return 0.0 if self.exact else max(0.0, (self.error - self.lower_bound) / self.error)
 
     def document(self) -> dict[str, Any]:
-        """Return a new dict of schema fewbit.table/1 that JSON can represent."""
+        """Return a dict of schema fewbit.table/1 for JSON."""
         document = {
             "schema": schema.TABLE,
             "function": self.function,
@@ -298,11 +274,7 @@ class Table:
 
     @classmethod
     def from_document(cls, document: Mapping, where: str = "table") -> Table:
-        """Make a table from a parsed JSON document.
-
-        Args:
-            document: The document, of schema fewbit.table/1.
-            where: The beginning of error messages.
+        """Make a table from a parsed document of schema fewbit.table/1. Error messages begin with `where`.
 
         Raises:
             TableError: The document is not valid. The message names the field and the index.
@@ -310,15 +282,11 @@ class Table:
         return read_table(document, f"{where}: ")
 
     def dumps(self) -> str:
-        """Return the document as JSON text, one field per line. Floats round-trip exactly."""
+        """Return the document as JSON text. Floats round-trip exactly."""
         return format_json(self.document())
 
     def save(self, path: str | os.PathLike, force: bool = False) -> None:
-        """Write the document to a file, completely or not at all.
-
-        Args:
-            path: The path of the file.
-            force: Whether an existing file may be overwritten.
+        """Write the document to a file, completely or not at all. `force` allows to overwrite.
 
         Raises:
             OutputExistsError: The path exists, and `force` is false.
@@ -329,9 +297,6 @@ class Table:
     @classmethod
     def load(cls, path: str | os.PathLike) -> Table:
         """Read the table in a file of schema fewbit.table/1.
-
-        Args:
-            path: The path of the file.
 
         Raises:
             TableError: The file cannot be read or is not valid. The message starts with the path.
@@ -415,7 +380,7 @@ def _check_knots_presence(table: Table) -> None:
 
 
 def format_json(document: Mapping) -> str:
-    """Return JSON text with one field per line, so that every array stays on one line and diffs are small."""
+    """Return JSON text with one field per line, so that diffs are small."""
     lines = (
         f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
         for key, value in document.items()
@@ -424,12 +389,7 @@ def format_json(document: Mapping) -> str:
 
 
 def check_schema(document: Any, prefix: str, known: tuple[str, ...]) -> str:
-    """Return the name of a document's schema.
-
-    Args:
-        document: Parsed JSON.
-        prefix: The text with which error messages begin.
-        known: The names that are allowed.
+    """Return the name of a document's schema. Error messages begin with `prefix`.
 
     Raises:
         TableError: The document is not an object, or its schema is not in `known`.
@@ -444,7 +404,7 @@ def check_schema(document: Any, prefix: str, known: tuple[str, ...]) -> str:
 
 
 def check_against_schema(document: Any, prefix: str, name: str) -> None:
-    """Raise TableError, with a message that begins with `prefix`, if a document does not satisfy the schema `name`."""
+    """Raise TableError, beginning with `prefix`, if a document does not satisfy the schema `name`."""
     problem = schema.find_error(document, name)
     if problem is not None:
         path, message = problem
@@ -452,14 +412,14 @@ def check_against_schema(document: Any, prefix: str, name: str) -> None:
 
 
 def read_table(document: Any, prefix: str) -> Table:
-    """Make the table of an untrusted document of schema fewbit.table/1. Messages of TableErrors begin with `prefix`."""
+    """Make the table of an untrusted document of schema fewbit.table/1."""
     check_schema(document, prefix, (schema.TABLE,))
     check_against_schema(document, prefix, schema.TABLE)
     return build_table(document, prefix)
 
 
 def build_table(document: Mapping, prefix: str) -> Table:
-    """Make the table of a document that satisfies its schema. Messages of TableErrors begin with `prefix`."""
+    """Make the table of a document that satisfies its schema."""
     arguments = {key: value for key, value in document.items() if key not in ("schema", "knots")}
     try:
         if "knots" in document:

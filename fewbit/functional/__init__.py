@@ -1,11 +1,7 @@
 """Functions with torch.nn.functional's signatures that save fewer bytes for the backward pass.
 
-Activations save a code of a few bits for each element of the input. Most other functions save quantized tensors, which
-are called copies; without the argument `bits` they have 4 bits per element. Tensors are quantized with random rounding.
-A gradient is called exact in expectation if its mean over the rounding is the gradient that torch computes.
-
-Each file contains the functions for one kind of layer and their autograd Functions. This folder may import
-`fewbit.runtime`. Classes of torch.nn.Module are in `fewbit.nn`.
+Each file has the functions for one kind of layer and their autograd Functions; the modules are in `fewbit.nn`. This
+folder may import `fewbit.runtime`.
 """
 
 from types import FunctionType

@@ -1,25 +1,21 @@
 """Activations with torch.nn.functional's signatures plus `bits` and `table`.
 
-Every function computes its activation f(input) with torch's function, in the input's shape, dtype and memory format. In
-the backward pass a step function q replaces the derivative of f: the gradient is `q(input) * grad` (Few-bit Backward,
-Novikov et al., ICML 2023). A table (docs/concepts/solver.md) lists the few values of q. For each element only a code is saved,
-the index of q(input) in the table. The codes of n elements take `4 * b * ceil(n / 32)` bytes. Here b is the smallest
-number of bits that suffices to number the values in the table. The default table has at most `2**bits` values. If the
-derivative has only two values, as that of relu, the table has 2 values, and b is 1 for all `bits`. If no gradient is
-needed, torch's own function runs and nothing is saved.
+In the backward pass a step function q replaces the derivative: the gradient is `q(input) * grad` (Few-bit Backward,
+Novikov et al., ICML 2023). For each element only a code of b bits is saved, the index of q(input) in a table
+(docs/concepts/solver.md), `4 * b * ceil(n / 32)` bytes for n elements.
 
 Args of all functions:
     input: float32, float64, float16 or bfloat16, of any shape and strides.
-    inplace: as in torch. The input is overwritten after its codes are computed.
-    bits: bits per code of the default table, 1 to 8, or None to run torch's own function, with its own derivative.
+    inplace: as in torch.
+    bits: bits per code of the default table, 1 to 8, or None to run torch's own function. Derivatives with two values,
+        as that of relu, take 1 bit for all `bits`.
     table: a `fewbit.Table` of the same function and parameters, in place of the default table.
 
 Raises of all functions:
     FunctionError: the function is not defined for these parameters.
     SolveError: the solver cannot make a table for these parameters.
     TableError: the table is for another function or other parameters.
-    InputError: `bits` or the dtype of `input` is not listed above, or `inplace` is set and the input cannot be
-        overwritten.
+    InputError: `bits` or the dtype of `input` is not listed above, or the input cannot be overwritten.
     GradientError: in the backward pass, if a second derivative is requested.
 """
 
@@ -167,11 +163,10 @@ def rrelu(
 ) -> Tensor:
     """Compute torch.nn.functional.rrelu and save 1 bit per element.
 
-    If `training` is set, the slopes of negative elements are random. In this case the sign of each element is saved in
-    1 bit, together with the state of torch's random generator (5056 bytes on the CPU, 16 on CUDA). The backward pass
-    draws the same slopes from this state, so the gradient equals torch's, and `table` is not used. Under torch.compile,
-    during the capture of a CUDA graph, and on devices other than CPU and CUDA, the state cannot be read, and torch's
-    own function runs.
+    If `training` is set, the state of torch's random generator is saved too (5056 bytes on the CPU, 16 on CUDA), from
+    which the backward pass draws the same slopes: the gradient equals torch's, and `table` is not used. If the state
+    cannot be read (under torch.compile, during the capture of a CUDA graph, on other devices), torch's own function
+    runs.
     """
     if training:
         if bits is None or not needs_grad(input) or not can_replay(input):
@@ -294,8 +289,8 @@ def tanhshrink(
 ) -> Tensor:
     """Compute torch.nn.functional.tanhshrink and save a rotated copy of the input with `bits` bits per element.
 
-    The derivative is about input**2 near 0. A few levels cannot represent it at all scales of the input, but a copy does. Codes are
-    saved if `table` is given, for fewer than 64 elements, for parameters, and within transforms of torch.func.
+    No few levels represent the derivative, about input**2 near 0, at all scales. Codes are saved if `table` is given,
+    for fewer than 64 elements, for parameters, and within transforms of torch.func.
     """
     return apply(input, "tanhshrink", (), bits, table)
 
@@ -329,11 +324,7 @@ def quick_gelu(
 def relu_squared(
     input: Tensor, *, bits: int | None = ACTIVATION_BITS, table: Table | None = None
 ) -> Tensor:
-    """Compute transformers' relu2, relu(x)**2, and save a rotated copy of the input with `bits` bits per element.
-
-    The derivative is 2 x for positive x. A few levels cannot represent it at all scales of the input, but a copy does. Codes are
-    saved if `table` is given, for fewer than 64 elements, for parameters, and within transforms of torch.func.
-    """
+    """Compute transformers' relu2, relu(x)**2, and save a rotated copy of the input, or codes, as `tanhshrink`."""
     return apply(input, "relu_squared", (), bits, table)
 
 
@@ -391,25 +382,21 @@ def pointwise(
 ) -> Tensor:
     """Apply a user's pointwise function to a tensor, and save few-bit codes for the derivative.
 
-    Only the input gets a gradient. If the input needs none, the callable simply runs.
-
-    The table is made when the callable is first used, and stays as it is. If numbers that the callable uses change later, pass
-    another object, such as `functools.partial(function)`.
+    Only the input gets a gradient. The table is made when the callable is first used. If numbers that the callable uses
+    change later, pass another object, such as `functools.partial(function)`.
 
     Args:
         input: A floating tensor of any shape and strides.
-        function: A callable, or module, that takes a tensor and returns a tensor.
+        function: A callable, or module, that takes a tensor and returns a tensor (see `fewbit.solve`).
         bits: Bits per code, 1 to 8, or None to run the callable with torch's own derivative.
-        table: The table to use. By default each process makes its own table at the first call. The docstring of `fewbit.solve` describes the callables for which tables
-            can be made. Pass a table to use the same table in all processes.
+        table: The table to use. By default each process makes its own.
 
     Returns:
         function(input).
 
     Raises:
-        FunctionError: The input needs a gradient, and one of these is true: a parameter of the callable needs a
-            gradient too; the callable returns different results for the same input; the solver cannot make a table for
-            the callable.
+        FunctionError: A parameter of the callable needs a gradient, the callable returns different results for the same
+            input, or the solver cannot make a table for it.
     """
     if bits is None:
         return function(input)

@@ -1,7 +1,4 @@
-"""Batch, instance and synchronized batch norm, whose normalized input is saved quantized.
-
-The docstring of `fewbit/functional/layer_norm.py` explains what is saved, and how exact the gradients are.
-"""
+"""Batch, instance and synchronized batch norm, whose normalized input is saved quantized, as in `layer_norm.py`."""
 
 from __future__ import annotations
 
@@ -56,14 +53,12 @@ def batch_norm(
 ) -> Tensor:
     """Compute torch.nn.functional.batch_norm and save the normalized input quantized.
 
-    The gradient of `bias` is exact. The gradient of `weight` is exact in expectation: its mean over the random rounding
-    is exact. The gradient of `input` is exact in expectation only with `copies=2`. If `training` is False, nothing is
-    quantized, and the input is saved only if the weight needs a gradient.
+    The gradients of `bias`, `weight` and `input` are as exact as those of `layer_norm`. If `training` is False, nothing
+    is quantized, and the input is saved only if the weight needs a gradient.
 
     Args:
-        input: (N, C, *), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, and 4 bytes for every
-            `group_size` elements. A reciprocal standard deviation for each channel is
-            saved too.
+        input: (N, C, *), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, 4 bytes for every
+            `group_size` elements, and a reciprocal standard deviation for each channel.
         running_mean: (C,), or None.
         running_var: (C,), or None.
         weight: (C,), or None.
@@ -71,13 +66,10 @@ def batch_norm(
         training: as in torch.
         momentum: as in torch.
         eps: as in torch.
-        bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
-        copies: how many quantized copies of the normalized input are saved: 1, or 2 for an input gradient that is exact
-            in expectation.
-        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind
-            (docs/concepts/quantizer.md).
-            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+        bits: as in `layer_norm`.
+        group_size: as in `layer_norm`.
+        copies: as in `layer_norm`.
+        quantizer: as in `layer_norm`.
 
     Returns:
         A tensor of the input's shape.
@@ -116,9 +108,8 @@ def instance_norm(
 ) -> Tensor:
     """Compute torch.nn.functional.instance_norm of an input (N, C, *) and save the normalized input quantized.
 
-    As in torch, this is the batch norm of one sample with N * C channels, so N * C reciprocal standard deviations are
-    saved. `use_input_stats` is as in torch. The other arguments are as in `batch_norm`, and the gradients are equally
-    exact.
+    As in torch, this is the batch norm of one sample with N * C channels. `use_input_stats` is as in torch, the other
+    arguments and the exactness of the gradients are as in `batch_norm`.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     vectors = running_mean, running_var, weight, bias
@@ -263,7 +254,7 @@ class _BatchNormFunction(SavingFunction):
 
 
 def _dequantized_gradients(ctx, grad, kept):
-    """Return the gradients of the input, the weight and the bias, by torch's function for the dequantized normalized input."""
+    """Return the gradients of input, weight and bias, by torch's function for the dequantized normalized input."""
     needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
     has_one_copy = kept.copy("x2") is None
     rstd, weight, x = kept.tensor("rstd"), kept.tensor("weight"), kept.values("x", ctx.dtype)
@@ -286,10 +277,9 @@ def _dequantized_gradients(ctx, grad, kept):
 
 
 def _as_normalized(weight, rstd):
-    """Return (weight, means, reciprocal standard deviations) for torch's backward functions of normalized inputs.
+    """Return (weight, means, reciprocal standard deviations) with which torch's backward functions take the normalized input.
 
-    The gradients for the normalized input x~, with weight * rstd in place of the weight, are those for the norm's input. So
-    x~ need not be divided by rstd.
+    weight * rstd in place of the weight saves the division of the normalized input by rstd.
     """
     rstd = rstd.to(torch.promote_types(rstd.dtype, torch.float32))
     scale = weighted(rstd, weight)
@@ -297,10 +287,7 @@ def _as_normalized(weight, rstd):
 
 
 def _as(x, view):
-    """Return x viewed in the shape `view`.
-
-    If x has this shape, the result is x itself, because a view may change the strides of dimensions of size 1.
-    """
+    """Return x viewed in the shape `view`; x itself if it has this shape, because a view may change strides of dimensions of size 1."""
     return x if x.shape == view else x.view(view)
 
 
@@ -311,17 +298,14 @@ def _of_channels(statistic, view, shape):
 
 
 def _channel_stride(x) -> int | None:
-    """Return how many consecutive elements, in storage order, have the same channel.
-
-    The result is None if x is neither contiguous nor channels-last.
-    """
+    """Return how many consecutive elements, in storage order, have the same channel; None for other memory formats."""
     if x.is_contiguous():
         return math.prod(x.shape[2:])
     return 1 if x.is_contiguous(memory_format=suggest_memory_format(x)) else None
 
 
 class _FrozenBatchNorm(Function):
-    """Batch norm with running statistics and a weight that needs no gradient, which does not have to save the input."""
+    """Batch norm with running statistics and a weight that needs no gradient, which does not save the input."""
 
     @staticmethod
     def forward(ctx, x, running_mean, running_var, weight, bias, eps):
@@ -358,10 +342,8 @@ def sync_batch_norm(
 ) -> Tensor:
     """Compute torch.nn.SyncBatchNorm in training, in a group of two processes or more.
 
-    The function saves the normalized input quantized, a reciprocal standard deviation for each channel, and the number
-    of elements of each process. Gradients are as exact as those of `batch_norm` with `copies=1`. torch's own functions
-    compute the forward and the backward pass. In place of the input, the backward pass gets the dequantized normalized
-    input.
+    The normalized input is saved quantized, with a reciprocal standard deviation for each channel and the number of
+    elements of each process. Gradients are as exact as those of `batch_norm` with `copies=1`.
 
     Args:
         input: (N, C, *), on a device for which torch implements SyncBatchNorm.
@@ -386,7 +368,7 @@ def sync_batch_norm(
 
 
 class _SyncContext:
-    """A replacement for the autograd context `ctx`, with the one method that torch's SyncBatchNorm calls in forward."""
+    """A replacement for the autograd context, with the one method that torch's SyncBatchNorm calls in forward."""
 
     def save_for_backward(self, *tensors):
         self.saved_tensors = tensors
@@ -427,7 +409,7 @@ class _SyncBatchNorm(SavingFunction):
 
 
 def _in_torch_format(x):
-    """Return x itself if x is channels-last, else x in contiguous memory: torch's layer preserves these two formats."""
+    """Return x itself if x is channels-last, else x in contiguous memory, as torch's layer does."""
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if channels_last is not None and x.is_contiguous(memory_format=channels_last):
         return x

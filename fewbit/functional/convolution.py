@@ -1,8 +1,4 @@
-"""Convolutions, plain and transposed, whose inputs are saved quantized for the weight's gradient.
-
-The method is that of the paper ActNN (Chen et al., ICML 2021). The rounding is random. A gradient is called exact in
-expectation if its mean over the rounding is the exact gradient.
-"""
+"""Convolutions, plain and transposed, whose inputs are saved quantized for the weight's gradient (ActNN, Chen et al., ICML 2021)."""
 
 from __future__ import annotations
 
@@ -58,15 +54,13 @@ def conv1d(
             bytes are saved, and 4 bytes for every `group_size` elements.
         weight: (out, C / groups, kernel).
         bias: (out,), or None.
-        stride: as in torch: one number, or a number for each dimension.
-        padding: as in torch: one number, a number for each dimension, "same" or "valid".
+        stride: as in torch.
+        padding: as in torch.
         dilation: as in torch.
         groups: as in torch.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind
-            (docs/concepts/quantizer.md).
-            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+        group_size: the number of elements in a group, a multiple of 32.
+        quantizer: as in `linear`.
 
     Returns:
         (N, out, L') or (out, L').
@@ -91,10 +85,7 @@ def conv2d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | str | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.conv2d of an input (N, C, H, W) or (C, H, W) and save the input quantized.
-
-    The other arguments are as in `conv1d`, and the gradients are equally exact.
-    """
+    """Compute torch.nn.functional.conv2d of an input (N, C, H, W) or (C, H, W) and save the input quantized, as `conv1d`."""
     settings = stride, padding, dilation, False, 0, groups
     return _convolve(2, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
 
@@ -112,10 +103,7 @@ def conv3d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | str | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.conv3d of an input (N, C, D, H, W) or (C, D, H, W) and save the input quantized.
-
-    The other arguments are as in `conv1d`, and the gradients are equally exact.
-    """
+    """Compute torch.nn.functional.conv3d of (N, C, D, H, W) or (C, D, H, W) and save the input quantized, as `conv1d`."""
     settings = stride, padding, dilation, False, 0, groups
     return _convolve(3, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
 
@@ -134,10 +122,9 @@ def conv_transpose1d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | str | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.conv_transpose1d and save the input quantized.
+    """Compute torch.nn.functional.conv_transpose1d and save the input quantized, as `conv1d`.
 
-    The weight is (C, out / groups, kernel), and `output_padding` is as in torch. The other arguments are as in
-    `conv1d`, and the gradients are equally exact.
+    The weight is (C, out / groups, kernel), and `output_padding` is as in torch.
     """
     settings = stride, padding, dilation, True, output_padding, groups
     return _convolve(1, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
@@ -157,10 +144,9 @@ def conv_transpose2d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | str | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.conv_transpose2d and save the input quantized.
+    """Compute torch.nn.functional.conv_transpose2d and save the input quantized, as `conv2d`.
 
-    The weight is (C, out / groups, kH, kW), and `output_padding` is as in torch. The other arguments are as in
-    `conv2d`, and the gradients are equally exact.
+    The weight is (C, out / groups, kH, kW), and `output_padding` is as in torch.
     """
     settings = stride, padding, dilation, True, output_padding, groups
     return _convolve(2, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
@@ -180,20 +166,16 @@ def conv_transpose3d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | str | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.conv_transpose3d and save the input quantized.
+    """Compute torch.nn.functional.conv_transpose3d and save the input quantized, as `conv3d`.
 
-    The weight is (C, out / groups, kD, kH, kW), and `output_padding` is as in torch. The other arguments are as in
-    `conv3d`, and the gradients are equally exact.
+    The weight is (C, out / groups, kD, kH, kW), and `output_padding` is as in torch.
     """
     settings = stride, padding, dilation, True, output_padding, groups
     return _convolve(3, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
 
 
 def _convolve(dims, x, weight, bias, settings, quantizer):
-    """Compute a convolution over `dims` dimensions.
-
-    `settings` is (stride, padding, dilation, transposed, output_padding, groups), as the user gave them.
-    """
+    """Compute a convolution; `settings` is (stride, padding, dilation, transposed, output_padding, groups), as the user gave them."""
     stride, padding, dilation, transposed, output_padding, groups = settings
     served = is_differentiated(x, weight, bias) and x.dim() in (dims + 1, dims + 2)
     if isinstance(padding, str):
@@ -219,11 +201,7 @@ def _per_dim(value, dims: int) -> tuple[int, ...]:
 
 
 def _padded(x, weight, padding: str, dilation):
-    """Pad the ends of x if "same" pads more there than at the starts; return x and the padding that remains.
-
-    As in torch, "same" may pad one element more at the end of a dimension than at the start. The padding that remains
-    is one number for each dimension, for both ends.
-    """
+    """Pad the ends of x if "same" pads more there than at the starts; return x and the padding of both ends that remains."""
     if padding == "valid":
         return x, (0,) * len(dilation)
     total = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
@@ -290,7 +268,7 @@ def weight_cost(reads: int, channels: int, entries, _) -> gradient_errors.Cost:
     Args:
         reads: the number of elements of the filter that meet one element of the input.
         channels: the number of channels of the input.
-        entries: |g|^2 of each group; then what `gradient_errors.scales2` returned, if there is a norm.
+        entries: |g|^2 of each group; then the result of `gradient_errors.scales2`, if there is a norm.
     """
     grad2, *scales2 = entries
     scales = scales2[0] if scales2 and len(scales2[0]) == channels else None

@@ -1,19 +1,14 @@
-"""Dropout, whose mask is saved in 1 bit for each element.
+"""Dropout, whose mask is saved in 1 bit for each element, `4 * ceil(n / 32)` bytes for n elements.
 
-Every function has the signature of the function with the same name in torch.nn.functional. Started from the same state
-of torch's random generator, both functions compute the same result and leave the generator in the same state. Gradients
-equal torch's to the bit. In compiled code the compiler decides how random numbers are drawn, as it does for torch's own
-functions.
-
-The functions save `4 * ceil(n / 32)` bytes for a mask of n elements; torch saves 1 to 8 bytes for each element. The
-mask has one element for each element of the input, or for each channel of a sample (`dropout1d` to `dropout3d`,
-`feature_alpha_dropout`). If p is 0 or 1, torch's own function runs, which saves no tensor of the input's size.
+From the same state of torch's random generator, each function computes torch's result, leaves the generator in torch's
+state, and has torch's gradients to the bit; in compiled code the compiler decides how numbers are drawn. If p is 0 or
+1, torch's own function runs.
 
 Args of all functions:
     input: float32, float64, float16 or bfloat16, of any strides.
     p: as in torch.
     training: as in torch.
-    inplace: as in torch. Calls that torch does not allow raise torch's errors.
+    inplace: as in torch.
 """
 
 from __future__ import annotations
@@ -49,7 +44,7 @@ __all__ = [
 _ALPHA = 1.7580993408473766
 """Minus the limit of selu at -inf, as in torch."""
 _FUSED = ("cuda", "xpu")
-"""Types of devices on which torch draws and applies the mask in one kernel. On others it first draws the mask."""
+"""Types of devices on which torch draws and applies the mask in one kernel."""
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -113,9 +108,8 @@ def _dropout(torchs_own, x, p, training, inplace, features=None, kind="plain") -
         p: as in torch.
         training: as in torch.
         inplace: as in torch.
-        features: the number of leading dimensions along which the mask varies. Along the other dimensions all elements
-            have the same mask. None: the mask varies along all dimensions. 0: torch's own function runs, because x has
-            an unexpected number of dimensions.
+        features: the number of leading dimensions along which the mask varies; None for all; 0 if torch's own function
+            is to run.
         kind: "alpha" for alpha dropout, else "plain".
     """
     if features == 0 or not _needs_mask(x, p, training, inplace):
@@ -187,7 +181,7 @@ class _Dropout(SavingFunction):
 
 
 def _drawn(x, p, kind, features, inplace, plain):
-    """Apply dropout by the same steps as torch if it has no fused kernel, and return (result, mask, packed mask)."""
+    """Apply dropout by torch's steps where it has no fused kernel, and return (result, mask, packed mask)."""
     if features is None:
         noise = torch.empty_like(x)
     else:

@@ -25,14 +25,13 @@ def embedding(
     """Compute torch.nn.functional.embedding and save the indices in the narrowest integer dtype.
 
     The gradient equals torch's to the bit. For a weight of V rows, n indices take n bytes if V is at most 256, 2 n
-    bytes if V is at most 32768, and else 4 n bytes, but never more than the input itself. If the weight needs no
-    gradient, nothing is saved.
+    bytes if V is at most 32768, and else 4 n bytes, but never more than the input.
 
     Args:
         input: int64 or int32, any shape.
         weight: (V, D).
         padding_idx: as in torch.
-        max_norm: as in torch. If it is given, rows of the weight are changed in place.
+        max_norm: as in torch.
         norm_type: as in torch.
         scale_grad_by_freq: as in torch.
         sparse: as in torch.

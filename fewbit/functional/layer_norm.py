@@ -1,24 +1,8 @@
-"""Layer, root-mean-square and group norm, whose normalized input is saved quantized.
+"""Layer, root-mean-square and group norm, whose normalized input x~ = (x - mean) / s is saved quantized.
 
-The normalized input x~ = (x - mean) / s is saved in place of the input x; s is the standard deviation. All channels and
-rows of x~ have the same scale, so elements of several of them can be quantized in one group
-(docs/decisions/0007). Let g be the gradient of the result, times the weight, and N the number of elements over which a
-mean is taken. The gradient of x is (ActNN, Chen et al., ICML 2021, long version, appendix B.2)
-
-    grad = (g - mean(g) - x~ mean(x~ g)) / s
-
-The backward pass computes it from x~^, which is dequantized from a copy of x~ that was rounded at random. The bias's
-gradient does not depend on x~ and is exact. The weight's gradient is exact in expectation: its mean over the rounding
-is exact. The gradient of x contains the product of x~^ and mean(x~^ g), whose rounding errors depend on each other. For
-each element, the mean of the computed gradient grad^ therefore differs from the exact gradient by
-
-    E[grad^] - grad = -g Var[x~^] / (N s)
-
-This difference is called the gradient's bias. Var[x~^] = f (1 - f) step^2 is the variance that rounding adds to an
-element of x~. Here step is the distance between the two neighboring levels to which the element can be rounded, and f
-is the distance from the element to the lower one, divided by step. With `copies=2`, two copies of x~ are saved that are
-rounded independently, one for each factor of the product. The gradient of x is then exact in expectation, for twice the
-memory.
+All channels and rows of x~ have the same scale, so elements of several of them can be quantized in one group
+(docs/decisions/0007). The bias of the input's gradient, and how two copies remove it, are in docs/concepts/layers.md
+(ActNN, Chen et al., ICML 2021, long version, appendix B.2).
 """
 
 from __future__ import annotations
@@ -83,25 +67,21 @@ def layer_norm(
 ) -> Tensor:
     """Compute torch.nn.functional.layer_norm and save the normalized input quantized.
 
-    The gradient of `bias` is exact. The gradient of `weight` is exact in expectation: its mean over the random rounding
-    is exact. The gradient of `input` is exact in expectation only with `copies=2`. With `copies=1` the mean of this
-    gradient differs from the exact gradient; the docstring of `fewbit/functional/layer_norm.py` says by how much.
+    The gradient of `bias` is exact, and that of `weight` exact in expectation: its mean over the random rounding is
+    exact. The gradient of `input` is exact in expectation only with `copies=2`, and otherwise biased
+    (docs/concepts/layers.md#bias).
 
     Args:
-        input: (*, *normalized_shape), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, and 4 bytes
-            for every `group_size` elements. A reciprocal standard deviation for each
-            row is saved too.
+        input: (*, *normalized_shape), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, 4 bytes for
+            every `group_size` elements, and a reciprocal standard deviation for each row.
         normalized_shape: as in torch.
         weight: a tensor of the shape `normalized_shape`, or None.
         bias: a tensor of the shape `normalized_shape`, or None.
         eps: as in torch.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
-        copies: how many quantized copies of the normalized input are saved: 1, or 2 for an input gradient that is exact
-            in expectation.
-        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind
-            (docs/concepts/quantizer.md).
-            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+        group_size: the number of elements in a group, a multiple of 32.
+        copies: 1 or 2, the number of quantized copies that are saved.
+        quantizer: as in `linear`.
 
     Returns:
         A tensor of the input's shape.
@@ -135,10 +115,10 @@ def rms_norm(
     copies: int = 1,
     quantizer: Quantizer | str | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.rms_norm and save the normalized input quantized.
+    """Compute torch.nn.functional.rms_norm and save the input divided by its root mean square, quantized.
 
-    The normalized input is the input divided by its root mean square, whose reciprocal is saved for each row. The
-    arguments are as in `layer_norm`, and the gradients are equally exact.
+    A reciprocal root mean square is saved for each row. Arguments, and the exactness of gradients, are as in
+    `layer_norm`.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     shape = _shape(normalized_shape)
@@ -173,7 +153,7 @@ def group_norm(
     """Compute torch.nn.functional.group_norm of an input (N, C, *) and save the normalized input quantized.
 
     A reciprocal standard deviation is saved for each sample and group of channels. `weight` and `bias` are (C,) or
-    None. The other arguments are as in `layer_norm`, and the gradients are equally exact.
+    None. Other arguments, and the exactness of gradients, are as in `layer_norm`.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     served = is_served(input, weight, bias) and input.dim() >= 2
@@ -205,10 +185,7 @@ def is_served(input, *vectors) -> bool:
 
 
 def _has_elements(input) -> bool:
-    """Return whether the input has elements.
-
-    The answer is True for sizes that a compiler does not know, because the compiler cannot branch on such sizes.
-    """
+    """Return whether the input has elements; True for sizes that a compiler does not know, because it cannot branch on them."""
     if not torch.compiler.is_compiling():
         return 0 not in input.shape
     return torch.fx.experimental.symbolic_shapes.guard_or_true(input.numel() > 0)
@@ -240,17 +217,14 @@ def save_and_share(x, y, statistics, weight, bias, copies, quantizer, channels=N
     Args:
         x: the norm's input.
         y: the norm's result.
-        statistics: (mean, rstd, inner). rstd is the reciprocal standard deviation. inner is the number of elements, one
-            after the other in memory, that have the same mean and rstd; None if that number varies.
-            `fewbit.runtime.quantizers.quantizer.Quantizer.quantize_normalized` describes all three.
+        statistics: (mean, rstd, inner), as `Quantizer.quantize_normalized` takes them.
         weight: the norm's weight, or None.
         bias: the norm's bias, or None.
         copies: the number of copies to save, 1 or 2.
         quantizer: the norm's quantizer.
         channels: the dimension of y along which weight and bias extend; None if they have the shape of y's last
             dimensions.
-        features: the dimensions along which the channels of the normalized input differ (`Quantizer.quantize`); None if it has
-            none.
+        features: the dimensions along which the channels differ (`Quantizer.quantize`), or None.
 
     Returns:
         (SavedTensors of the first copy, those of the second copy or None).
@@ -317,10 +291,10 @@ class _LayerNorm(SavingFunction):
 
 
 def _fused_rms_norm(x, shape, weight, eps):
-    """Return RMS norm's result and its reciprocal root mean squares, by torch's fused kernel.
+    """Return RMS norm's result and reciprocal root mean squares, by torch's fused kernel.
 
-    The kernel for CUDA needs one dtype. For two dtypes torch computes without the kernel, in float32 or wider, and rounds the
-    result to the dtype of x.
+    The kernel for CUDA needs one dtype. For two dtypes torch computes in float32 or wider, and rounds the result to the
+    dtype of x.
     """
     kernel = torch.ops.aten._fused_rms_norm
     if weight is None or weight.dtype == x.dtype:
@@ -334,7 +308,7 @@ def _fused_rms_norm(x, shape, weight, eps):
 
 
 def _is_fused(grad, weight) -> bool:
-    """Return whether torch's kernel computes the backward of RMS norm. It needs one dtype, as the forward's does."""
+    """Return whether torch's kernel, which needs one dtype, computes the backward of RMS norm."""
     is_cuda = _HAS_RMS_NORM_BACKWARD and grad.is_cuda and is_plain(grad)
     return is_cuda and (weight is None or weight.dtype == grad.dtype)
 
@@ -450,10 +424,7 @@ def _has_policy(quantizer) -> bool:
 
 
 def _placed(ctx, statistic, dims):
-    """Return a statistic (N, groups) so that it broadcasts to the quantized tensor.
-
-    This tensor is the input, which has `dims` dimensions, or if `ctx.by_group` the input as (N, groups, elements).
-    """
+    """Return a statistic (N, groups) so that it broadcasts to the quantized tensor: the input, or (N, groups, elements)."""
     n, c, _, num_groups = ctx.sizes
     statistic = statistic.view(n, num_groups, 1)
     if ctx.by_group:

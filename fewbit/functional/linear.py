@@ -1,8 +1,4 @@
-"""Linear and bilinear maps, whose inputs are saved quantized for the weight's gradient.
-
-The method is that of the paper ActNN (Chen et al., ICML 2021). The rounding is random. A gradient is called exact in
-expectation if its mean over the rounding is the exact gradient.
-"""
+"""Linear and bilinear maps, whose inputs are saved quantized for the weight's gradient (ActNN, Chen et al., ICML 2021)."""
 
 from __future__ import annotations
 
@@ -51,8 +47,7 @@ def linear(
         bits: bits per saved element, 1 to 8.
         group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
         quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind
-            (docs/concepts/quantizer.md).
-            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+            (docs/concepts/quantizer.md). A Quantizer may be given instead; then `bits` and `group_size` are ignored.
 
     Returns:
         (*, out_features).
@@ -89,21 +84,17 @@ def bilinear(
 ) -> Tensor:
     """Compute torch.nn.functional.bilinear and save both inputs quantized.
 
-    The bias's gradient is exact. The other gradients are exact in expectation: their means over the random rounding are
-    exact. The reason is that every gradient is linear in each dequantized input that it is computed from, and that the
-    two inputs are rounded independently, even if they are the same tensor. input1 is saved if input2 or the weight
-    needs a gradient, and input2 is saved if input1 or the weight needs a gradient.
+    The bias's gradient is exact. The others are exact in expectation, because each is linear in each dequantized input,
+    and the inputs are rounded independently. An input is saved if the other input or the weight needs a gradient.
 
     Args:
         input1: (*, I), floating.
         input2: (*, J), floating.
         weight: (K, I, J).
         bias: (K,), or None.
-        bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind
-            (docs/concepts/quantizer.md).
-            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+        bits: as in `linear`.
+        group_size: as in `linear`.
+        quantizer: as in `linear`.
 
     Returns:
         (*, K).
@@ -168,7 +159,8 @@ _SETTINGS_OF_INPUTS = {
 }
 """{class of torchao: attributes that are None if the layer's input stays unquantized}.
 
-The linear layer of such a weight computes with weight.dequantize(). torch saves this dense tensor for the backward pass."""
+The linear layer of such a weight computes with weight.dequantize(), a dense tensor that torch would save.
+"""
 
 
 def _is_frozen_and_quantized(weight) -> bool:

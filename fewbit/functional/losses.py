@@ -1,9 +1,4 @@
-"""Cross-entropy losses that save no tensor with an element for each pair of token and class in full.
-
-torch's cross_entropy saves the logarithms of all probabilities. `cross_entropy` saves the probabilities quantized. The
-gradient of the logits is linear in the probabilities, and therefore exact in expectation: its mean over the random
-rounding is exact. `linear_cross_entropy` computes the logits in chunks and saves neither logits nor probabilities.
-"""
+"""Cross-entropy losses that save no tensor with an element for each pair of token and class in full."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ __all__ = ["cross_entropy", "linear_cross_entropy"]
 
 REDUCTIONS = "mean", "sum", "none"
 CHUNK = 2**23
-"""The number of logits that `linear_cross_entropy` computes at a time. For more, no time is saved."""
+"""The number of logits that `linear_cross_entropy` computes at a time. More of them save no time."""
 
 
 def cross_entropy(
@@ -45,10 +40,10 @@ def cross_entropy(
 ) -> Tensor:
     """Compute torch.nn.functional.cross_entropy and save the probabilities quantized.
 
-    The loss is torch's to the bit. The gradient is exact in expectation: its mean over the random rounding is exact.
-    Copies are uniform unless you choose another kind. With 2 bits, the squared error of the gradient is at most 1.1 % of its
-    square (`benchmarks/results/cross_entropy.json`). If the target has probabilities of classes instead of indices, or
-    if `weight` needs a gradient, torch's own function runs, which saves the logarithms of all probabilities in full.
+    The loss is torch's to the bit. The gradient is linear in the probabilities, and therefore exact in expectation: its
+    mean over the random rounding is exact. With 2 bits, its squared error is at most 1.1 % of its square
+    (`benchmarks/results/cross_entropy.json`). If the target has probabilities of classes, or if `weight` needs a
+    gradient, torch's own function runs, which saves the logarithms of all probabilities.
 
     Args:
         input: the logits: (classes,), (N, classes) or (N, classes, ...), floating.
@@ -60,9 +55,8 @@ def cross_entropy(
         reduction: "mean", "sum" or "none".
         label_smoothing: as in torch, 0 to 1.
         bits: bits per saved probability, 1 to 8.
-        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for "uniform". A Quantizer may be given
-            instead; then `bits` and `group_size` are ignored.
+        group_size: the number of elements in a group, a multiple of 32.
+        quantizer: as in `linear`, but None stands for "uniform".
 
     Returns:
         The loss: a scalar, or for the reduction "none" a tensor of the target's shape.
@@ -101,10 +95,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute cross_entropy(linear(input, linear_weight, linear_bias), target) in chunks of the input's rows.
 
-    The gradients are torch's, up to the order of summation. From torch 2.13 on, torch's own chunked function runs. It
-    computes the gradients of input and weight in the forward pass and saves these. For arguments that this function
-    does not support, such as label smoothing, and in earlier versions of torch, each chunk is a checkpointed region:
-    the backward pass computes the logits again.
+    The gradients are torch's, up to the order of summation. From torch 2.13 on, torch's own chunked function runs,
+    which computes the gradients of input and weight in the forward pass and saves these. In earlier versions, and for
+    arguments that it does not support, such as label smoothing, each chunk is a checkpointed region.
 
     Args:
         input: (*, features), floating.
@@ -121,8 +114,8 @@ def linear_cross_entropy(
         The loss: a scalar, or for the reduction "none" a tensor of the target's shape.
 
     Raises:
-        InputError: the shapes of input and target do not match, the target does not have indices, `chunk_size` is less than
-            1, or `reduction` is unknown.
+        InputError: the shapes of input and target do not match, the target does not have indices, `chunk_size` is less
+            than 1, or `reduction` is unknown.
     """
     _check(input, linear_weight, target, chunk_size, reduction)
     if chunk_size is None:
@@ -227,7 +220,7 @@ class _CrossEntropy(SavingFunction):
     def backward(ctx, grad):
         """Compute the gradient of the logits x_j of one row, whose target is y, from the probabilities p_j.
 
-        The loss of the row is the sum of -t_j log p_j. Here t_j = (1 - e) w_y [j = y] + e / C w_j, with the weights w of
+        The loss of the row is the sum of -t_j log p_j with t_j = (1 - e) w_y [j = y] + e / C w_j, for the weights w of
         the C classes and the label smoothing e. The gradient is p_j sum_i t_i - t_j.
         """
         kept = copies.Kept(ctx)

@@ -1,19 +1,8 @@
-"""Pooling, which saves only the position of each maximum in its window, or nothing.
+"""Pooling, with torch's signatures, results and gradients to the bit, which saves only the position of each maximum in its window, or nothing.
 
-Every function has the signature and the results of the function with the same name in torch.nn.functional. Gradients
-equal torch's to the bit. torch saves the whole input, although the backward pass needs only its size. For max-pooling
-torch also saves an int64 for each output.
-
-For n outputs and windows of k elements, max-pooling, adaptive or not, saves the following, with b = ceil(log2 k):
-
-    0 bytes                           k = 1
-    4 * b * ceil(n / 32) bytes        1 < k <= 256
-    2 * n bytes                       256 < k <= 32768
-    4 * n bytes                       larger k
-
-The windows of adaptive pooling differ in length. There k is the product of the greatest lengths in each dimension.
-Average pooling saves nothing. Inputs are floating, (N, C, ...) or (C, ...), channels-last or not. Calls that torch does
-not allow raise torch's errors.
+For n outputs and windows of k elements (adaptive: the product of the greatest lengths), max-pooling saves nothing if k
+is 1, else `4 * ceil(log2 k) * ceil(n / 32)` bytes if k is at most 256, 2 n bytes if k is at most 32768, and 4 n bytes
+for larger k. Inputs are floating, (N, C, ...) or (C, ...).
 """
 
 from __future__ import annotations
@@ -315,8 +304,7 @@ class _Source(NamedTuple):
     """The properties of an input that the input's gradient depends on.
 
     Attributes:
-        dims: the number of dimensions that are pooled, 1 to 3. One dimension is pooled by the ops for two dimensions,
-            as the last of two, as in torch.
+        dims: the number of dimensions that are pooled, 1 to 3. As in torch, the ops for two dimensions pool one.
         size: the input's size.
         stride: the strides of a dense tensor with the input's size and memory format.
         dtype: the input's dtype.
@@ -334,10 +322,7 @@ class _Source(NamedTuple):
         return cls(dims, size, stride, x.dtype)
 
     def gradient(self, name: str, grad, *arguments):
-        """Return what torch's op `name` computes from (grad, input, *arguments), although the input was not saved.
-
-        `name` contains {} in place of the number of dimensions.
-        """
+        """Return the result of torch's op `name`, which contains {} for the number of dimensions, for (grad, input, *arguments)."""
         backward = getattr(torch.ops.aten, name.format(max(self.dims, 2)))
         if self.dims > 1:
             return self._call(backward, grad, arguments, self.size, self.stride).to(self.dtype)
@@ -369,17 +354,14 @@ def _is_channels_last(x) -> bool:
 
 
 def _per_dim(value, dims: int) -> tuple[int, ...]:
-    """Return `value` as one number for each dimension. As in torch, a single number applies to all dimensions."""
+    """Return `value` as one number for each dimension, as torch does."""
     if not isinstance(value, tuple | list):
         return (value,) * dims
     return tuple(value) * dims if len(value) == 1 else tuple(value)
 
 
 def _as_2d(dims: int, *windows):
-    """Extend kernel, stride, padding and perhaps dilation from one dimension to two, as torch does.
-
-    For two and three dimensions they are returned unchanged.
-    """
+    """Extend kernel, stride, padding and perhaps dilation from one dimension to two, as torch does."""
     if dims > 1:
         return windows
     return tuple((other, *one) for other, one in zip((1, 1, 0, 1), windows, strict=False))

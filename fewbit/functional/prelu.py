@@ -36,18 +36,16 @@ def prelu(
 ) -> Tensor:
     """Compute torch.nn.functional.prelu and save the input's signs and negative part.
 
-    If the input needs a gradient, the signs of n elements take `4 * ceil(n / 32)` bytes, and the gradient equals
-    torch's to the bit. If the weight needs a gradient, min(input, 0) is saved quantized. The weight's gradient is
-    linear in min(input, 0), and therefore exact in expectation: its mean over the random rounding is exact.
+    The signs of n elements take `4 * ceil(n / 32)` bytes, and the input's gradient equals torch's to the bit. If the
+    weight needs a gradient, min(input, 0) is saved quantized; its gradient is exact in expectation: its mean over the
+    random rounding is exact.
 
     Args:
         input: (N, C, ...), floating.
         weight: (1,) or (C,), the slopes for negative elements.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind
-            (docs/concepts/quantizer.md).
-            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+        group_size: the number of elements in a group, a multiple of 32.
+        quantizer: as in `linear`.
 
     Returns:
         A tensor of the size and dtype of torch's result.
@@ -101,13 +99,12 @@ class _PReLU(SavingFunction):
 
     @staticmethod
     def gradient_errors(ctx, kept, grad, results, errors):
-        """Return the error of the weight's gradient, the sum of g min(x, 0), which is linear in the saved min(x, 0).
+        """Return the error of the weight's gradient, the sum of g min(x, 0).
 
-        In a rotated copy, all elements have errors of the same variance, but if the signs of x are saved too, the errors of the
-        other elements do not count. So D = |g|^2 dx^2, with g at the negative elements if signs are saved. In a uniform copy, elements
-        of 0 have no errors, because 0 is the largest value and so an end of the range. Only the negative elements have errors,
-        so D = (number of elements) / (number of negative elements) * |g at negative elements|^2 dx^2. A slot codec may
-        leave zeros without errors too, so its copies count as uniform.
+        In a rotated copy all elements have errors of the same variance, but with saved signs only the negative ones
+        count: D = |g|^2 dx^2, with g at these. In a uniform copy only negative elements have errors, because 0 is an
+        end of the range: D = (elements) / (negative elements) * |g at negative elements|^2 dx^2. Copies of a slot
+        codec, which may keep zeros too, count as uniform.
         """
         dims = tuple(range(grad.dim()))
         has_signs = ctx.needs_input_grad[0]
@@ -136,10 +133,7 @@ def _broadcast(weight, x):
 
 
 class RandomSlopes(SavingFunction):
-    """torch's RReLU in training, for which signs and the state of torch's random generator are saved.
-
-    The signs of n elements take `4 * ceil(n / 32)` bytes. The backward pass draws the slopes again from the state.
-    """
+    """torch's RReLU in training, which saves signs and the state of torch's random generator, and draws the slopes again."""
 
     @staticmethod
     def forward(ctx, x, lower, upper, inplace):

@@ -1,30 +1,8 @@
 """Products of two tensors, whose factors are saved quantized: `matmul`, `mul` and gated units.
 
-The bias of a gradient is its mean over the random numbers of the copies, minus the exact gradient. A gradient without
-bias is called exact in expectation. The small errors in the mean of a rotated copy (docs/concepts/quantizer.md) are not
-counted as bias here. The gradients of `matmul` and `mul` are exact in expectation, because the gradient of each factor
-is linear in the other factor.
-
-Gated units compute act(gate) * up with an activation act. SwiGLU and GEGLU save gate and up. Let gate^ and up^ be the
-dequantized values, whose errors are independent. The backward pass computes act and its derivative from gate^, and is
-not linear in gate^. Let g be the gradient of the product, grad the exact gradient of an element of gate or up, and
-grad^ the gradient that the backward pass computes:
-
-    grad_up   = g act(gate)         E[grad^] - grad = g act''(gate) Var[gate^] / 2
-    grad_gate = g up act'(gate)     E[grad^] - grad = g up act'''(gate) Var[gate^] / 2
-
-GLU is the same with sigmoid as act and the halves of one tensor as up and gate.
-
-The biases are correct up to terms of higher order; the paper ActNN (Chen et al., ICML 2021; long version, appendix B.2)
-derives the same for norms. Var[gate^] is the variance that rounding adds to an element of gate; docs/concepts/layers.md
-gives it for each kind of copies. The size of a bias is its norm divided by the norm of the exact gradient. For normally
-distributed gate and up (SwiGLU, 256 elements, median of 96 random examples) and rotated copies of 2, 3 and 4 bits, it is
-2.2, 0.6 and 0.2 % for gate, and 4.1, 1.1 and 0.3 % for up.
-
-ReGLU has no such bias. It saves relu(gate) quantized in place of gate, and the derivative of relu in 1 bit for each
-element. Both gradients are linear in the dequantized factors, and therefore exact in expectation. If the derivative
-were computed from gate^, it would be random for elements within a step of 0. For normally distributed elements, the
-error would have a norm of several percent of the norm of gate's gradient, even at 8 bits.
+The gradients of `matmul`, `mul` and ReGLU are exact in expectation, because each is linear in the dequantized factors.
+Those of the other gated units are biased, because the backward pass computes the activation and its derivative from the
+dequantized gate (docs/concepts/layers.md#bias).
 """
 
 from __future__ import annotations
@@ -69,18 +47,15 @@ def matmul(
     """Compute torch.matmul and save both factors quantized.
 
     Both gradients are exact in expectation: their means over the random rounding are exact. A leaf of the autograd
-    graph, such as a parameter, and a view of a leaf are in memory anyway and are saved unquantized. If only one factor
-    needs a gradient, torch's own function runs, which saves the other factor unquantized.
+    graph, such as a parameter, and a view of a leaf are saved unquantized. If only one factor needs a gradient, torch's
+    own function runs, which saves the other factor unquantized.
 
     Args:
         input: a floating tensor of two dimensions or more.
-        other: a floating tensor of two dimensions or more. The leading dimensions of both tensors broadcast as in
-            torch.
+        other: a floating tensor of two dimensions or more, whose leading dimensions broadcast as in torch.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind
-            (docs/concepts/quantizer.md).
-            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+        group_size: the number of elements in a group, a multiple of 32.
+        quantizer: as in `linear`.
 
     Returns:
         torch's result.
@@ -104,9 +79,8 @@ def mul(
 ) -> Tensor:
     """Compute torch.mul of floating tensors of any shapes that broadcast, and save both factors quantized.
 
-    The other arguments are as in `matmul`, and the gradients are equally exact. A factor of less than 1,024 elements that
-    is repeated along the other factor, such as a temperature, is saved unquantized. If `other` is a number, torch.mul runs,
-    which saves no tensor.
+    Other arguments, and the exactness of gradients, are as in `matmul`. A factor of less than 1,024 elements that is
+    repeated along the other, such as a temperature, is saved unquantized.
     """
     quantizer = quantizer_of(bits, group_size, quantizer)
     if isinstance(other, int | float):
@@ -141,18 +115,13 @@ def is_quantized_product(a: Tensor, b: Tensor) -> bool:
 
 
 def in_shapes(grads: Iterable[Tensor], inputs) -> list[Tensor]:
-    """Return the gradients of inputs that were broadcast, each in the shape and dtype of its input.
-
-    Args:
-        grads: the gradients, in the shape of the result.
-        inputs: pairs (shape, dtype), one of each input.
-    """
+    """Return the gradients of inputs that were broadcast, each in the (shape, dtype) of its input."""
     pairs = zip(grads, inputs, strict=True)
     return [grad.sum_to_size(size).to(dtype) for grad, (size, dtype) in pairs]
 
 
 class _Product(SavingFunction):
-    """The base of `_Matmul` and `_Mul`, which saves factors: leaves of the graph unchanged, other tensors quantized."""
+    """The base of `_Matmul` and `_Mul`, which saves leaves of the graph unchanged, and other factors quantized."""
 
     @staticmethod
     def save(ctx, y, a, b, quantize):
@@ -207,17 +176,14 @@ def swiglu(
 ) -> Tensor:
     """Compute silu(gate) * up and save gate and up quantized (Shazeer, "GLU variants improve Transformer", section 2).
 
-    The backward pass computes silu and its derivative from the dequantized gate. The mean of a gradient over the random
-    rounding differs from the exact gradient; the docstring of `fewbit/functional/products.py` says by how much.
+    The gradients are biased (docs/concepts/layers.md#bias).
 
     Args:
         gate: a floating tensor of any shape.
         up: a floating tensor of a shape that broadcasts with gate's. It is saved only if gate needs a gradient.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind
-            (docs/concepts/quantizer.md).
-            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+        group_size: the number of elements in a group, a multiple of 32.
+        quantizer: as in `linear`.
 
     Returns:
         The product, which equals torch's to the bit.
@@ -237,9 +203,7 @@ def geglu(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | str | None = None,
 ) -> Tensor:
-    """Compute gelu(gate, approximate) * up, and save gate and up quantized.
-
-    The other arguments are as in `swiglu`. As there, the mean of a gradient differs from the exact gradient.
+    """Compute gelu(gate, approximate) * up, and save gate and up quantized, as `swiglu`.
 
     Raises:
         InputError: `approximate` is neither "none" nor "tanh", or `bits` or `group_size` is invalid.
@@ -260,8 +224,8 @@ def reglu(
 ) -> Tensor:
     """Compute relu(gate) * up, and save relu(gate) and up quantized and the sign of gate in 1 bit per element.
 
-    relu(gate) is saved only if up needs a gradient, and up is saved only if gate needs a gradient. Arguments are as in
-    `swiglu`. The gradients are exact in expectation: their means over the random rounding are exact.
+    Arguments are as in `swiglu`. The gradients are exact in expectation: their means over the random rounding are
+    exact.
     """
     return gated(gate, up, "relu", quantizer=quantizer_of(bits, group_size, quantizer))
 
@@ -274,16 +238,15 @@ def glu(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | str | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.glu, which is a * sigmoid(b) for the halves a and b of the input, and save the input quantized.
+    """Compute torch.nn.functional.glu and save the input quantized.
 
-    The backward pass computes sigmoid and its derivative from the dequantized b. As in `swiglu`, the mean of a gradient
-    differs from the exact gradient.
+    The gradients are biased, as those of `swiglu`.
 
     Args:
         input: a floating tensor, whose size along `dim` is even.
         dim: the dimension along which the input is halved.
-        bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
+        bits: as in `swiglu`.
+        group_size: as in `swiglu`.
         quantizer: as in `swiglu`.
 
     Returns:
@@ -328,9 +291,6 @@ def gated(
         activation: "silu", "gelu", "gelu_tanh" or "relu".
         function: the function that computes the activation in the forward pass; None for torch's own function.
         quantizer: quantizes the saved tensors.
-
-    Returns:
-        The product.
     """
     if shards.runs_on_shards(gate):
         local = partial(gated, activation=activation, function=function, quantizer=quantizer)

@@ -1,8 +1,4 @@
-"""Padding and interpolation, which save sizes but no tensors.
-
-In the modes "reflect" and "replicate" of padding, and in the mode "area" of interpolation, torch saves the whole input,
-although the backward pass needs only the input's shape.
-"""
+"""Padding and interpolation, which save sizes but no tensors."""
 
 from __future__ import annotations
 
@@ -43,16 +39,7 @@ def pad(
 ) -> Tensor:
     """Compute torch.nn.functional.pad and save no tensor.
 
-    The gradient is exact.
-
-    Args:
-        input: a tensor of any shape that torch takes.
-        pad: the amounts of padding, starting with the last dimension, as in torch.
-        mode: as in torch.
-        value: as in torch.
-
-    Returns:
-        torch's result.
+    The arguments and the gradient are as in torch, which saves the whole input in the modes "reflect" and "replicate".
     """
     if not is_differentiated(input):
         return torch_functional.pad(input, pad, mode, value)
@@ -94,22 +81,9 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Tensor:
-    """Compute torch.nn.functional.interpolate and save no tensor.
+    """Compute torch.nn.functional.interpolate of (N, C, L), (N, C, H, W) or (N, C, D, H, W) and save no tensor.
 
-    The gradient equals torch's to the bit. Only in the mode "area", which is adaptive average pooling, does torch's own
-    function save tensors. In all other modes, torch's own function runs.
-
-    Args:
-        input: (N, C, L), (N, C, H, W) or (N, C, D, H, W).
-        size: as in torch.
-        scale_factor: as in torch.
-        mode: as in torch.
-        align_corners: as in torch.
-        recompute_scale_factor: as in torch.
-        antialias: as in torch.
-
-    Returns:
-        torch's result.
+    The arguments and the gradient are as in torch, which saves the whole input in the mode "area".
     """
     arguments = size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
     check_tensors(input)

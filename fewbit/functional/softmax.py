@@ -1,24 +1,7 @@
 """Softmax and its logarithm, whose probabilities are saved quantized.
 
-The result y of softmax is saved with random rounding, as y^ = y + e, in which e is the rounding error. Let g be the
-gradient of y, grad the exact gradient of the input, and grad^ the gradient that is computed from y^:
-
-    grad_j = y_j (g_j - sum_i g_i y_i)
-    grad^_j - grad_j = e_j (g_j - sum_i g_i y_i) - y_j sum_i g_i e_i - e_j sum_i g_i e_i
-
-Copies are uniform, unless the caller chooses another kind. The e_i are then independent and have mean 0. Take the mean over the rounding: the first two terms of the error vanish, and
-of the sum in the last term only the summand with i = j remains. So
-
-    E[grad^_j] - grad_j = -g_j Var[e_j]
-
-This difference is called the bias of the gradient. Var[e_j] = f (1 - f) step^2, which is at most step^2 / 4. Here step
-is the distance between the two neighboring levels to which y_j can be rounded, and f is the distance from y_j to the
-lower one, divided by step. Elements that are quantized together have step = (maximum - minimum) / (2^bits - 1). In a
-rotated copy, the errors of elements have a covariance too, and the bias is -sum_i Cov[e_j, e_i] g_i.
-
-For y = log_softmax(x) with the gradient g of y, the gradient of x is g - exp(y) sum(g). The probabilities exp(y) are
-saved quantized. The gradient is linear in exp(y), and therefore exact in expectation: its mean over the rounding is
-exact.
+The gradient of softmax is biased (docs/concepts/layers.md#bias): it contains products of rounding errors with
+themselves. That of log_softmax, g - exp(y) sum(g), is linear in the saved exp(y), and therefore exact in expectation.
 """
 
 from __future__ import annotations
@@ -52,8 +35,7 @@ def softmax(
 ) -> Tensor:
     """Compute torch.nn.functional.softmax and save the result quantized.
 
-    The mean of the gradient over the random rounding differs from the exact gradient; the docstring of
-    `fewbit/functional/softmax.py` says by how much.
+    The gradient is biased (docs/concepts/layers.md#bias).
 
     Args:
         input: a floating tensor of any shape.
@@ -61,10 +43,8 @@ def softmax(
         _stacklevel: the stack level of that warning, as in torch.
         dtype: the dtype of the result and of the computation, as in torch.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind
-            (docs/concepts/quantizer.md).
-            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+        group_size: the number of elements in a group, a multiple of 32.
+        quantizer: as in `linear`, but None stands for "uniform".
 
     Returns:
         A tensor of the input's size.

@@ -1,9 +1,7 @@
 """Policies: objects that choose the bits of each saved tensor while the model trains.
 
-To add a policy, write one file with a subclass of `BitPolicy`, and register a function with `make_policy`. For each
-forward pass a policy makes a `BitAssignment`, which holds the bits of all saved tensors. The policy may add a `Probe`,
-an object that measures the forward pass. docs/glossary.md explains the terms. This folder may import `fewbit.convert`,
-`fewbit.runtime` and `fewbit.render`. Only `fewbit.compress` creates policies.
+To add a policy, write one file with a subclass of `BitPolicy`, and register a function with `make_policy`. This folder
+may import `fewbit.convert`, `fewbit.runtime` and `fewbit.render`; only `fewbit.compress` creates policies.
 """
 
 from fewbit.policies.make import make_policy

@@ -1,13 +1,8 @@
 """The policy of `AdaptiveBits`: tensors and samples that affect the gradient more get more bits.
 
-The method is level L3 of the paper ActNN (Chen et al., ICML 2021). A slot is a tensor that a layer saves in every
-forward pass. Its name is (the layer's name, the number of the layer's input). In some steps, a `VarianceProbe` measures
-how much variance the rounding of each slot adds to the gradient. The slot's kind of copies determines how this variance
-falls with the bits (`runtime/format/distortion.py`). From these variances, the policy chooses the bits for the
-following steps, such that the sum of the variances is least for a given average number of bits. This is problem (10) of
-the paper (`allocation.py`), but with relative variances (`runtime/probes/measurements.py`): the variance that a parameter's gradient
-gets counts in proportion to the square of this gradient. All processes choose the same bits, because each process uses the measurements summed over
-all processes.
+The method is level L3 of the paper ActNN (Chen et al., ICML 2021), with relative variances
+(`runtime/probes/measurements.py`). All processes use the measurements summed over all processes, so they choose the
+same bits.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ from fewbit.runtime.format.distortion import BITS, relative_distortion
 from fewbit.runtime.probes.variance_probe import SPREAD, VarianceProbe
 
 MOMENTUM = 0.5
-"""The weight of the earlier sensitivity in the average of the earlier and the newly measured sensitivity."""
+"""The weight of the earlier sensitivity in the average with the newly measured one."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +48,10 @@ class SlotVariance(Record):
         samples: the number of samples in one process among which the slot's bits are divided; 0 if all samples have the
             same bits.
         sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(quantizer, bits)`.
-            If the distortion alone determined the variance, rounding to 1 bit per element would add this variance.
         at_one: the variance that rounding to 1 bit per element would add, as measured.
         weight: the relative variance, which decides the bits, divided by the variance.
-        spread: SPREAD (16) numbers that summarize how sensitive the samples are. Each sample has a sensitivity, which
-            determines the sample's bits. The sensitivities are sorted and cut into SPREAD parts of nearly equal size,
-            and each entry is the mean of a part. If there are fewer samples, zeros follow. None if all samples have
-            the same bits.
+        spread: the sensitivities of the samples, sorted and cut into SPREAD (16) parts of nearly equal size: the mean
+            of each part, then zeros. None if all samples have the same bits.
         missed: the number of measurements since the slot was last measured.
     """
 
@@ -83,11 +75,11 @@ class SlotVariance(Record):
         return self.name, self.input
 
     def is_adjustable(self) -> bool:
-        """Return whether the policy chooses the slot's bits: the user gave no bits, and all gradients were measured."""
+        """Return whether the policy chooses the slot's bits: the user gave none, and all gradients were measured."""
         return self.is_known and not self.is_fixed
 
     def parts(self) -> list[float]:
-        """Divide the samples into parts as in `spread`. Return each part's share of `sensitivity`; the sum is 1."""
+        """Return each part's share of `sensitivity`, for parts as in `spread`."""
         count = min(self.samples, SPREAD) or 1
         points = [] if self.spread is None or count == 1 else self.spread[:count]
         total = sum(points)
@@ -102,11 +94,7 @@ class SlotVariance(Record):
         return [self.weight * variance for variance in found]
 
     def after(self, before: SlotVariance | None) -> SlotVariance:
-        """Return this measurement, with `sensitivity`, `at_one` and `weight` averaged with their earlier values.
-
-        Args:
-            before: the slot's earlier measurement, or None.
-        """
+        """Return this measurement, averaged with the earlier one, if there is one."""
         if before is None or not before.is_known or before.quantizer != self.quantizer:
             return self
         return replace(
@@ -122,11 +110,11 @@ class VarianceKnowledge(Record):
     """All that an `AdaptivePolicy` has learned.
 
     Args:
-        budget: the bytes that the user allows for a forward pass (`Budget`), or None. `bits` and `sizes` follow from
-            the budget.
+        budget: the bytes that the user allows for a forward pass (`Budget`), from which `bits` and `sizes` follow, or
+            None.
         bits: the average number of bits per element.
-        sizes: a row (layer, number of the input, number of elements) for each saved tensor (slot) to which the average
-            applies. If it is None, the average applies to all slots, with their sizes in the latest measurement.
+        sizes: a row (layer, number of the input, number of elements) for each slot to which the average applies. None:
+            it applies to all slots, with their sizes in the latest measurement.
         slots: the measurements of each slot by (layer, number of the input), in the order of the forward pass.
     """
 
@@ -140,11 +128,11 @@ class SlotVarianceProbe(VarianceProbe):
     """A probe that returns the measurements of `VarianceProbe` as `SlotVariance` records."""
 
     def results(self) -> dict[tuple[str, int], SlotVariance]:
-        """Wait until the variances are on the host, and return them by slot: (layer, number of the layer's input)."""
+        """Wait until the variances are on the host, and return them by slot."""
         return _records(super().results())
 
     def snapshot(self) -> dict[tuple[str, int], SlotVariance]:
-        """Return the variances measured so far, by slot, as `results` does. The measurement continues."""
+        """Return the variances measured so far, by slot. The measurement continues."""
         return _records(super().snapshot())
 
 
@@ -170,17 +158,13 @@ def _records(effects: Mapping) -> dict[tuple[str, int], SlotVariance]:
 class AdaptivePolicy(ProbingPolicy):
     """A policy that gives important saved tensors (slots) more bits, within a given average number of bits.
 
-    The average is taken over the elements of all slots whose bits the user did not give.
-
     Args:
-        bits: the average number of bits per element.
+        bits: the average number of bits per element, over all slots whose bits the user did not give.
         names: the names of all layers and functions that may save quantized tensors, the same in every process.
         interval: the number of steps from one measurement to the next.
-        sizes: {slot: number of elements} in the forward pass that has to fit the budget. The average applies to these
-            slots, and other slots have `bits` bits. None if the average applies to all slots; their sizes are then
-            those of the latest measurement.
-        budget: the bytes that the user allows for a forward pass (`Budget`); `bits` and `sizes` were computed from
-            them. None if there is no budget.
+        sizes: {slot: number of elements} of the slots to which the average applies; others have `bits` bits. None: it
+            applies to all slots, with their sizes in the latest measurement.
+        budget: the bytes from which `bits` and `sizes` were computed (`Budget`), or None.
     """
 
     kind = "AdaptiveBits"
@@ -199,7 +183,7 @@ class AdaptivePolicy(ProbingPolicy):
         super().__init__(bits, names, interval, VarianceKnowledge(budget, bits, rows, {}))
 
     def tables(self, model, ended: str) -> dict:
-        """Return {"allocation": table of the bits of each saved tensor}. `BitPolicy.tables` explains the arguments."""
+        """Return {"allocation": table of the bits of each saved tensor}; see `BitPolicy.tables`."""
         rows = (
             Allocated(
                 *slot.key,
@@ -217,7 +201,7 @@ class AdaptivePolicy(ProbingPolicy):
         return {"allocation": Allocation(rows, empty, ended, unobserved)}
 
     def new_probe(self) -> SlotVarianceProbe:
-        """Return a probe that measures, in one forward and backward pass, the variance from rounding."""
+        """Return a probe that measures the variance from rounding."""
         return SlotVarianceProbe(self.step)
 
     def merge(self, results: list) -> dict[tuple[str, int], SlotVariance]:
@@ -225,10 +209,7 @@ class AdaptivePolicy(ProbingPolicy):
         return merge_by_key(results)
 
     def learn(self, result: dict[tuple[str, int], SlotVariance]) -> VarianceKnowledge:
-        """Return the knowledge after one more measurement.
-
-        A measurement in which all variances are 0 is ignored, because it does not say which slots need more bits.
-        """
+        """Return the knowledge after one more measurement, unless all of its variances are 0."""
         if not any(slot.sensitivity > 0 for slot in result.values()):
             return self.knowledge
         known = _in_units_of(result, self.knowledge.slots)
@@ -238,7 +219,7 @@ class AdaptivePolicy(ProbingPolicy):
         return replace(self.knowledge, slots=slots)
 
     def adopt(self, knowledge: VarianceKnowledge) -> None:
-        """Set `self.knowledge`, and choose the bits of all saved tensors from this knowledge."""
+        """Set `self.knowledge`, and choose the bits of all saved tensors from it."""
         averages = allocated(knowledge)
         slots = {
             name: slot if slot.is_fixed else replace(slot, bits=averages.get(name, knowledge.bits))
@@ -248,15 +229,7 @@ class AdaptivePolicy(ProbingPolicy):
         self.bits, self.averages = knowledge.bits, averages
 
     def fit(self, knowledge: VarianceKnowledge, settings: Mapping) -> VarianceKnowledge:
-        """Return the knowledge with which this policy continues after a controller's state was loaded.
-
-        If the state is from a policy with the same `Budget`, the result is all of the state's knowledge. Otherwise the
-        result has the state's measurements, and this policy's own budget, average and sizes.
-
-        Args:
-            knowledge: the knowledge in the state.
-            settings: not used.
-        """
+        """Return the state's knowledge, with this policy's own budget, average and sizes unless the `Budget` is the same."""
         own = self.knowledge
         for layer, *_ in (*knowledge.slots, *(knowledge.sizes or ())):
             check_layer(layer, self._layers)
@@ -273,10 +246,10 @@ class AdaptivePolicy(ProbingPolicy):
 
 
 def allocated(knowledge: VarianceKnowledge) -> dict[tuple[str, int], float]:
-    """Return the average bits of each saved tensor (slot), from ActNN's optimization problem (10).
+    """Return the average bits of each slot, from ActNN's optimization problem (10).
 
-    In the problem the samples of each saved tensor are divided into parts of nearly equal size, and each part counts as
-    a tensor of its own. The samples of one part have similar sensitivities.
+    The samples of a slot are divided into parts with similar sensitivities, and each part counts as a tensor of its
+    own.
 
     Returns:
         {(layer, number of the input): bits per element} of the slots whose bits the policy chooses.
@@ -314,14 +287,7 @@ def _averages(owners, elements, bits) -> dict[tuple[str, int], float]:
 
 
 def _in_units_of(now: Mapping, before: Mapping) -> dict[tuple[str, int], SlotVariance]:
-    """Return the earlier measurements, scaled so that their total sensitivity equals that of the new measurement.
-
-    The training may have changed the scale of its loss in the meantime, and with it the scale of all sensitivities.
-
-    Args:
-        now: the new measurement of each slot.
-        before: the earlier measurement of each slot. Only slots in `now` and `before` determine the scale.
-    """
+    """Return the earlier measurements, scaled to the total sensitivity of the new one, because the loss may have changed its scale."""
     both = [name for name, slot in now.items() if name in before and slot.is_known]
     total, total_before = (sum(slots[name].sensitivity for name in both) for slots in (now, before))
     ratio = total / total_before if total > 0 and total_before > 0 else 1.0

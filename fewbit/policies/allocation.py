@@ -2,9 +2,8 @@
 
     min  sum_i  v_i(b_i)     such that     sum_i  d_i b_i <= budget,   least <= b_i <= most
 
-Here b_i is the number of bits per element of tensor i, d_i is the number of its elements, and v_i(b) is the variance
-that rounding tensor i to b bits adds to the gradient. How v_i falls with the bits depends on the kind of the tensor's
-copies (`fewbit/runtime/format/distortion.py`), so the caller gives v_i for every number of bits.
+b_i is the number of bits per element of tensor i, d_i the number of its elements, and v_i(b) the variance that rounding
+it to b bits adds to the gradient.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ def allocate(variances, elements, budget: int, least=MIN_BITS, most=MAX_BITS):
     """Return the bits of each tensor by ActNN's greedy algorithm, in O(n log n).
 
     All tensors start at `most` bits. In each step the tensor whose variance rises least per element loses a bit, until
-    the budget is met. If the last step takes more bits than needed, the bits that are left over go to the tensors whose
-    variance falls most. The result is optimal if all tensors have the same size and each further bit of a tensor
-    reduces the variance by less than the bit before.
-
-    One bit of a large tensor, such as the probabilities of a loss with many classes, may be much more than the budget needs. So
-    the algorithm also divides what is left if one large tensor has each number of bits, and the best result is returned.
+    the budget is met. Bits that are left over go to the tensors whose variance falls most. The result is optimal if all
+    tensors have the same size and each further bit of a tensor gains less than the bit before. One bit of a large
+    tensor, such as the probabilities of a loss with many classes, may be much more than the budget needs, so the
+    algorithm also runs with each number of bits of one large tensor, and the best result is returned.
 
     Args:
         variances: (n, 8) finite floats, 0 or more. Entry [i, b - 1] is the variance that rounding tensor i to b bits
@@ -76,12 +73,7 @@ def allocate(variances, elements, budget: int, least=MIN_BITS, most=MAX_BITS):
 
 
 def variance(variances, bits) -> float:
-    """Return the variance that `allocate` minimizes: the sum over all tensors of the variance at the tensor's bits.
-
-    Args:
-        variances: (n, 8), as in `allocate`.
-        bits: (n,) the bits of each tensor.
-    """
+    """Return the sum over all tensors of the variance at the tensor's bits, which `allocate` minimizes."""
     column = np.asarray(bits, dtype=np.int64)[:, None] - MIN_BITS
     return float(np.take_along_axis(np.asarray(variances), column, 1).sum())
 
@@ -104,10 +96,8 @@ def _allocate(variances, elements, budget, least, most):
 def reference(variances, elements, budget, least, most):
     """Return the result of the greedy algorithm of `allocate`, computed with NumPy, as a substitute for the compiled kernel.
 
-    The arguments are those of `allocate`. A step of the algorithm takes one bit from one tensor. Each further bit that a
-    tensor loses has to add more variance than the bit before. The greedy algorithm then takes the steps in the order of
-    the variance that they add per element. So this function sorts all steps; the compiled kernel finds the next step
-    with a heap.
+    Each further bit that a tensor loses has to add more variance than the bit before. The greedy algorithm then takes
+    the steps in the order of the variance that they add per element, so this function sorts all steps.
     """
     n = len(elements)
     steps = np.arange(most, least, -1)

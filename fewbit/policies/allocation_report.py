@@ -20,11 +20,11 @@ class Allocated(NamedTuple):
         name: The layer's path; for a function that a module calls, the module's path and the function's name.
         input: The number of the layer's input.
         bits: Bits per element, on average.
-        is_fixed: Whether the user gave the bits, so that the policy did not choose them.
+        is_fixed: Whether the user gave the bits.
         elements: The number of elements that all processes together save in one forward pass.
         samples: The number of samples among which the bits are divided; 0 if all samples have the same bits.
         sensitivity: The variance that rounding adds to the gradient of all parameters, divided by the relative
-            distortion of the bits: the variance that rounding to 1 bit would add if the distortion alone determined it.
+            distortion of the bits.
         quantizer: The kind of the tensor's copies, one of `fewbit.config.KINDS`.
     """
 
@@ -39,7 +39,7 @@ class Allocated(NamedTuple):
 
     @property
     def codes(self) -> int:
-        """The bytes of the tensor's codes (its quantized elements) in one forward pass, in all processes together."""
+        """The bytes of the tensor's codes in one forward pass, in all processes together."""
         return int(self.bits * self.elements / 8)
 
     @property
@@ -49,7 +49,7 @@ class Allocated(NamedTuple):
 
 
 class Allocation(Rows):
-    """The rows of a table of chosen bits, in the order of the forward pass. Two tables with the same rows are equal.
+    """The rows of a table of chosen bits, in the order of the forward pass.
 
     Args:
         rows: The rows.

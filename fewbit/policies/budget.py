@@ -23,8 +23,7 @@ class AverageOfBudget(NamedTuple):
     """The bits per element of a forward pass that fit a budget of bytes.
 
     Attributes:
-        average: the average bits per element with which the forward pass would save at most the budget. It may be below
-            1 or above 8.
+        average: the average bits per element, which may be below 1 or above 8.
         least_bytes: the bytes that the forward pass would save with 1 bit per element.
         elements: {(name of a layer, number of its input): number of elements} of all tensors whose bits may change.
     """
@@ -35,14 +34,7 @@ class AverageOfBudget(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """A saved tensor whose bits a policy may choose.
-
-    Attributes:
-        name: the name of the tensor's slot.
-        elements: the number of elements.
-        code_bytes: the bytes of the codes.
-        storage: a weak reference to the storage of the codes.
-    """
+    """A saved tensor whose bits a policy may choose, with a weak reference to the storage of its codes."""
 
     name: tuple[str, int]
     elements: int
@@ -53,8 +45,8 @@ class _Saved(NamedTuple):
 class SizeProbe:
     """A probe that counts the elements of each slot whose bits a policy may choose.
 
-    A slot is a tensor that a layer saves in every forward pass. Tensors that no longer exist when the forward pass ends
-    are not counted: those of checkpointed regions, and those of a backward pass within the forward pass.
+    Tensors that no longer exist when the forward pass ends are not counted: those of checkpointed regions, and those of
+    a backward pass within the forward pass.
     """
 
     def __init__(self):
@@ -68,8 +60,8 @@ class SizeProbe:
         Args:
             slot: the tensor's slot, with its bits.
             elements: the number of elements.
-            sensitivities: (samples,) the sensitivities of the samples, which determine the samples' bits; None if all
-                samples have the same bits.
+            sensitivities: (samples,) the sensitivities that determine the samples' bits; None if all have the same
+                bits.
         """
         self._latest = None
         if in_checkpoint() or slot.is_fixed:
@@ -82,7 +74,7 @@ class SizeProbe:
         self._latest = slot.name, elements, 4 * words
 
     def record_rounding(self, slot, record) -> None:
-        """Count the tensor that `record_saved` was called for just before, and remember the storage of its codes."""
+        """Count the tensor of the latest `record_saved`, and remember the storage of its codes."""
         if self._latest is not None:
             storage = StorageWeakRef(record.tensors[0].untyped_storage())
             self._saved.append(_Saved(*self._latest, storage))

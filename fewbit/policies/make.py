@@ -24,8 +24,7 @@ from fewbit.runtime.saved.bit_policy import BitPolicy
 def make_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
     """Return a new policy for a configuration, or None if the configuration fixes the bits.
 
-    Users do not call this function: `checked_policy` does. To connect a configuration class of your own to a policy,
-    register a function with `make_policy.register`.
+    To connect a configuration class of your own to a policy, register a function with `make_policy.register`.
 
     Args:
         config: the configuration.
@@ -42,9 +41,8 @@ def make_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
 def checked_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
     """Return `make_policy(config, facts)`. Check that the configuration's attributes fit the policy.
 
-    Layers read the attributes `has_policy` and `adapts` of the configuration. If `has_policy` is False, layers ignore
-    the policy. If `adapts` is False, layers ignore the policy's `averages`, the bits of single slots, so the policy
-    only divides a tensor's bits among samples.
+    Layers ignore the policy if `has_policy` is False. If `adapts` is False they ignore its `averages`, so it only
+    divides a tensor's bits among samples.
 
     Args:
         config: the configuration.

@@ -1,10 +1,7 @@
 """The base class of policies that measure some forward passes, and choose bits by the measurements.
 
-A step is one forward pass in training. In some steps an object called probe measures the forward pass and its backward
-pass. The results are copied to the host without waiting, and the policy learns from them in a later step. If several
-processes train the model, they exchange their results first, so that all of them learn the same. The knowledge of a
-policy is all that the policy has learned. A controller's state also stores a pending result, from which the policy has
-not learned yet.
+A step is one forward pass in training. The results of a probe are copied to the host without waiting, and the policy
+learns from them in a later step, after an exchange among the processes that train the model.
 """
 
 from __future__ import annotations
@@ -58,8 +55,8 @@ class ProbeRun:
     def is_ready(self, step: int, path: str) -> bool:
         """Return whether the next stage of the measurement can begin: sending the results, or learning from them.
 
-        If several processes train the model, the answer depends only on numbers of steps and on the path, so that the
-        stage begins in the same step in all processes.
+        With several processes the answer depends only on numbers of steps and on the path, so that the stage begins in
+        the same step in all of them.
 
         Args:
             step: the number of steps so far.
@@ -75,13 +72,8 @@ class ProbeRun:
     def is_stale(self, step: int, path: str) -> bool:
         """Return whether to replace this measurement by a new one, because the backward pass has not come.
 
-        The measurement waits for PATIENCE (16) steps, or until the same module runs forward again if that is earlier.
-        If several processes train the model, the result is False: `is_ready` then ends the wait, in the same step in
-        all processes.
-
-        Args:
-            step: the number of steps so far.
-            path: the path of the module whose forward pass begins now.
+        It waits for PATIENCE (16) steps, or until the same module runs forward again. With several processes,
+        `is_ready` ends the wait instead. The arguments are as in `is_ready`.
         """
         if self.probe is None or self.is_sent or self.groups:
             return False
@@ -93,10 +85,7 @@ class ProbeRun:
         return self.result if self.probe is None else self.probe.results()
 
     def pending(self) -> ProbeRun | None:
-        """Return a copy of this measurement for a controller's state; None before the backward pass.
-
-        The copy has the probe's result instead of the probe.
-        """
+        """Return a copy for a controller's state, with the probe's result instead of the probe; None before the backward pass."""
         if self.probe is None or self.is_sent:
             return replace(self, probe=None, result=self.results())
         if not self.probe.has_run():
@@ -107,15 +96,15 @@ class ProbeRun:
 class ProbingPolicy(BitPolicy):
     """A policy that measures some forward passes and learns from the measurements.
 
-    A probe is the object that measures one forward and backward pass. A subclass sets two attributes. `Knowledge` is
-    the `Record` class of all that the policy learns. `Result` is the type of a probe's result (`records.read`). A subclass implements `new_probe`, `learn`, `adopt`, `fit` and `merge`, and may override
+    A subclass sets `Knowledge`, the `Record` class of all that the policy learns, and `Result`, the type of a probe's
+    result (`records.read`). It implements `new_probe`, `learn`, `adopt`, `fit` and `merge`, and may override
     `apply_to`.
 
     Args:
         bits: the average number of bits per element before the first measurement.
         names: the names of all layers and functions that may save quantized tensors, the same in every process.
-        interval: the number of steps from one measurement to the next. The first measurements are in steps 1, 2, 4,
-            8 and so on.
+        interval: the number of steps from one measurement to the next. The first measurements are in steps 1, 2, 4, 8
+            and so on.
         knowledge: the knowledge before the first measurement.
     """
 
@@ -148,12 +137,7 @@ class ProbingPolicy(BitPolicy):
         return self.schedule.step
 
     def report_unobserved(self, layer: str, reason: str) -> None:
-        """Record that probes cannot measure the saved tensors of a layer.
-
-        Args:
-            layer: the layer's name.
-            reason: one of the keys of `fewbit.policies.unobserved.REASONS`.
-        """
+        """Record that probes cannot measure the saved tensors of a layer, for one of the reasons in `unobserved.REASONS`."""
         self._unobserved.add(layer, reason)
 
     def unobserved_layers(self, model) -> dict[str, str]:
@@ -164,7 +148,7 @@ class ProbingPolicy(BitPolicy):
     # -- What a subclass implements -------------------------------------------------------------------------------
 
     def new_probe(self):
-        """Return a probe, an object that measures the forward pass that begins now."""
+        """Return a probe for the forward pass that begins now."""
         raise NotImplementedError
 
     def learn(self, result) -> Record:
@@ -212,12 +196,7 @@ class ProbingPolicy(BitPolicy):
         return assignment
 
     def begin(self, module, inputs) -> BitAssignment:
-        """Return the bit assignment of a forward pass that begins, with a probe if a measurement is due.
-
-        Args:
-            module: the module whose call is the forward pass.
-            inputs: the call's arguments.
-        """
+        """Return the bit assignment of a forward pass of `module` that begins, with a probe if a measurement is due."""
         assignment = super().begin(module, inputs)
         if is_capturing() or torch._C._functorch.maybe_current_level() is not None:
             return assignment
@@ -232,12 +211,9 @@ class ProbingPolicy(BitPolicy):
     def _counts(self, groups) -> bool:
         """Return whether a forward pass counts as a step of the training.
 
-        If several processes train the model, forward passes that a process runs alone do not count, because another
-        process may run more or fewer of them. So the first forward pass with other processes undoes what the policy has
-        learned before, when the process was alone.
-
-        Args:
-            groups: the process groups over which results are exchanged; () if this process runs alone.
+        If several processes train the model (`groups`), forward passes that a process runs alone do not count, because
+        another process may run more or fewer of them. So the first forward pass with other processes undoes what the
+        policy has learned before.
         """
         if groups:
             self._is_joint = True
@@ -252,10 +228,7 @@ class ProbingPolicy(BitPolicy):
     def _next_probe(self, path: str, groups, lag: int):
         """Continue the measurement under way, and count a step. Return a new probe if a measurement is due, else None.
 
-        Args:
-            path: the path of the module whose forward pass begins.
-            groups: the process groups over which results are exchanged; () for a single process.
-            lag: the number of steps between the start of the copy to the host and the exchange.
+        The arguments are the fields of `ProbeRun`, for the forward pass that begins.
         """
         loaded, self._loaded = self._loaded, None
         if loaded is not None and not groups:
@@ -312,11 +285,10 @@ class ProbingPolicy(BitPolicy):
         return {}
 
     def state_dict(self) -> dict:
-        """Return the state, which consists of plain numbers and strings.
+        """Return the state: plain numbers and strings, and tensors if the user has numbered the samples (`number_samples`).
 
-        If the user has numbered the samples (`number_samples`), the state also has tensors. The call waits for numbers
-        that are being copied to the host. The policy does not change, so if several processes train the model, it is
-        enough that one of them calls this method.
+        The call waits for numbers that are being copied to the host. The policy does not change, so one of several
+        processes may call this method alone.
         """
         with self._lock:
             run = self._loaded if self._run is None else self._run.pending()

@@ -10,29 +10,22 @@ from fewbit.runtime.parallel.process_groups import ProcessGroups, is_distributed
 LAG = 4
 """The number of forward passes from the end of a measurement to its use, if several processes train on GPUs.
 
-All processes have to use the numbers in the same step, so no process may use them as soon as they reach its host."""
+All processes have to use the numbers in the same step, so no process may use them as soon as they reach its host.
+"""
 
 
 def groups_of(module) -> tuple:
     """Return the process groups over which measurements are gathered; () for a single process.
 
-    These are the groups of data parallelism and of tensor parallelism. Processes of tensor parallelism must choose the
-    same bits too, because the gradients of replicated parameters would differ otherwise.
-
-    Args:
-        module: the module whose forward pass runs.
+    Processes of tensor parallelism must choose the same bits too, because the gradients of replicated parameters would
+    differ otherwise.
     """
     groups = process_groups(module) if is_distributed_run() else ProcessGroups()
     return groups.data + groups.tensor
 
 
 def lag_of(module, groups) -> int:
-    """Return how many forward passes lie between the end of a measurement and its use in all processes.
-
-    Args:
-        module: the module that was measured.
-        groups: the process groups that `groups_of` returned for the module.
-    """
+    """Return how many forward passes of `module` lie between the end of a measurement and its use in all processes."""
     if not groups:
         return 0
     parameter = next(module.parameters(), None)
@@ -43,15 +36,7 @@ def lag_of(module, groups) -> int:
 
 
 def gather(value, groups) -> list:
-    """Wait until all processes have called this function, and return the list of their values.
-
-    Args:
-        value: the value of this process.
-        groups: the process groups that `groups_of` returned.
-
-    Returns:
-        The list, in the same order in all processes.
-    """
+    """Wait until all processes have called this function, and return their values, in the same order in all processes."""
     values = [value]
     for group in groups:
         parts = [None] * distributed.get_world_size(group)

@@ -1,7 +1,7 @@
 """Records: frozen dataclasses that can be stored in a controller's state and merged over processes.
 
-A state consists of plain numbers, strings, lists and dictionaries. `plain` makes it from a record, and `read` makes the record
-from it again, by the types of the record's fields.
+`plain` makes plain numbers, strings, lists and dictionaries from a record, and `read` makes the record from them, by
+the types of its fields.
 """
 
 from __future__ import annotations
@@ -36,15 +36,12 @@ def rounded_mean(values: list) -> int:
 
 
 def root_sum_square(values: list) -> float:
-    """Return the root of the sum of squares, for errors that are independent, because their squares add up."""
+    """Return the root of the sum of squares, for errors that are independent."""
     return math.sqrt(sum(value**2 for value in values))
 
 
 def vector_sum(values: list[tuple | None]) -> tuple | None:
-    """Return the sum of vectors, with zeros appended to shorter ones. Skip arguments that are `None`.
-
-    If no argument is a vector, the result is None.
-    """
+    """Return the sum of vectors, with zeros appended to shorter ones. None is skipped, and is the sum of no vectors."""
     vectors = [vector for vector in values if vector is not None]
     length = max(map(len, vectors), default=0)
     padded = [(*vector, *[0.0] * (length - len(vector))) for vector in vectors]
@@ -52,10 +49,7 @@ def vector_sum(values: list[tuple | None]) -> tuple | None:
 
 
 def vector_mean(values: list[tuple | None]) -> tuple | None:
-    """Return the mean of vectors. Skip arguments that are `None`.
-
-    If no argument is a vector, or if the vectors have different lengths, the result is None.
-    """
+    """Return the mean of vectors, without those that are None; None if there are none, or if their lengths differ."""
     vectors = [vector for vector in values if vector is not None]
     if len(set(map(len, vectors))) != 1:
         return None
@@ -97,10 +91,7 @@ class Record:
 
 
 def plain(value):
-    """Return a value as a state stores it.
-
-    A mapping becomes the list of its values. Its keys are not stored, because they follow from the values.
-    """
+    """Return a value as a state stores it. A mapping becomes the list of its values, from which its keys follow."""
     if isinstance(value, Record):
         return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
@@ -117,8 +108,8 @@ def read(kind, value, where: str = ""):
     """Return a value of a type from what `plain` has made of it.
 
     Args:
-        kind: the type, as it is annotated: a number, a string, a `Record`, a NamedTuple, a tuple, a mapping from keys to records, or
-            one of these or None.
+        kind: the type, as it is annotated: a number, a string, a `Record`, a NamedTuple, a tuple, a mapping from keys
+            to records, or one of these or None.
         value: the entry of a state.
         where: the place of the entry in the state, such as "slots[3].bits".
 

@@ -1,7 +1,6 @@
 """The schedule of a policy's measurements: it says in which forward pass the next measurement takes place.
 
-A training loop may call several modules of a model one by one. These modules are then measured in turn. A step is one
-call of one of these modules, that is one forward pass in training.
+A training loop may call several modules of a model one by one. These modules are then measured in turn.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class Schedule(Record):
 
     Args:
         step: the number of forward passes in training so far.
-        is_due: whether a measurement is due. The measurement takes place when the training loop calls the module that
-            is next in turn.
+        is_due: whether a measurement is due. It takes place when the training loop calls the module that is next in
+            turn.
         turns: one `Turn` for each module that the training loop calls, by the module's path.
     """
 
@@ -46,11 +45,7 @@ class Schedule(Record):
     def after_step(self, path: str, interval: int) -> Schedule:
         """Return the schedule after a forward pass of the module at `path` has begun.
 
-        Measurements are due in steps 1, 2, 4, 8 ... up to the interval, and then once in each interval.
-
-        Args:
-            path: the module's path.
-            interval: the number of steps from one measurement to the next.
+        Measurements are due in steps 1, 2, 4, 8 ... up to `interval`, and then once in each interval.
         """
         step = self.step + 1
         is_early = step < interval and step & (step - 1) == 0
@@ -60,11 +55,7 @@ class Schedule(Record):
         return Schedule(step, is_due, {**self.turns, path: turn})
 
     def is_turn_of(self, path: str) -> bool:
-        """Return whether a measurement is due, and the module at `path` is next in turn.
-
-        Next in turn is the module whose latest measurement is oldest. Modules that were not called in the last PATIENCE
-        (16) steps do not count.
-        """
+        """Return whether a measurement is due, and that of the module at `path` is oldest among those called recently."""
         own = self.turns[path].measured
         return self.is_due and all(
             turn.measured >= own

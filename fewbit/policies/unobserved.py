@@ -1,7 +1,6 @@
 """The layers whose saved tensors probes cannot measure, with the reasons. Policies leave their bits alone.
 
-A probe measures one forward and backward pass for a policy. Each process has its own list of these layers, which is not
-stored in a state.
+Each process has its own list of these layers, which is not stored in a state.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from fewbit.runtime.interop.module_calls import is_compiled
 from fewbit.runtime.saved.assignment import ALONE, COMPILED, REENTRANT
 
 FORGOTTEN = 8
-"""The number of measurements without a slot (a saved tensor) or a layer after which the slot or layer is forgotten."""
+"""The number of measurements without a slot or a layer after which it is forgotten."""
 REASONS = {
     COMPILED: "inside torch.compile",
     REENTRANT: "in a checkpoint with use_reentrant=True; use use_reentrant=False",
@@ -36,12 +35,7 @@ class Unobserved:
         self._measurement = 0
 
     def add(self, layer: str, reason: str) -> None:
-        """Record that probes cannot measure the saved tensors of a layer.
-
-        Args:
-            layer: the layer's name.
-            reason: one of the keys of `REASONS`.
-        """
+        """Record that probes cannot measure the saved tensors of a layer, for one of the `REASONS`."""
         if reason == COMPILED:
             self._compiled.add(layer)
         else:
@@ -58,7 +52,7 @@ class Unobserved:
         }
 
     def found(self, model: nn.Module | None, seen: Container[str]) -> dict[str, str]:
-        """Return {layer: reason in words} of the listed layers, without layers that a measurement has seen.
+        """Return {layer: reason in words} of the listed layers that no measurement has seen.
 
         Args:
             model: the model with the layers, or None if it no longer exists.

@@ -1,5 +1,4 @@
-"""Scaled dot-product attention.
+"""Scaled dot-product attention: the function (`attention.py`), and gradients that are faster than a second run of torch's function (`blocks.py`).
 
-`attention.py` has the function and what it saves. `blocks.py` computes the gradients of attention if that is faster than running
-torch's own function again and differentiating it. This folder may import what `fewbit.functional` may import.
+This folder may import what `fewbit.functional` may import.
 """

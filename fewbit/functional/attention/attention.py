@@ -1,46 +1,7 @@
-"""Scaled dot-product attention, which saves query, key and value quantized, and neither its output nor the probabilities.
+"""Scaled dot-product attention, which saves quantized copies of query, key and value, and neither its output nor the probabilities.
 
-torch saves query, key, value, the output and, for each query, the log-sum-exp of its scores. If torch has no fused
-kernel for a call (because of dropout on the CPU, or a mask that needs a gradient), it saves matrices of L x S elements,
-for L queries and S keys. fewbit saves quantized copies of query q, key k and value v. The backward pass of fewbit's
-function dequantizes q^, k^ and v^ from these copies, runs torch's own attention again on q^, k^ and v^, and
-differentiates that run. On the CPU, the gradients of most calls in float32 are computed without a second run
-(`blocks.py`).
-
-Before k and v are quantized, their means over the keys are subtracted, except that of v if there is dropout. The means need
-not be saved, because no gradient depends on them (`_without_mean`).
-
-q^, k^ and v^ are rounded independently. The mean of each over the random rounding is exact in uniform copies, and
-nearly exact in rotated copies (docs/concepts/quantizer.md). The gradients are not linear in q^, k^ and v^, so the mean of a
-gradient differs from the exact gradient. This difference is called the bias. Let G be one of the exact gradients, as a
-function of the elements x of q, k and v, and G^ the gradient that the backward pass computes. The bias of G^ is, up to
-terms of higher order (ActNN, Chen et al., ICML 2021, long version, appendix B.2, derives the same for norms),
-
-    E[G^] - G = 1/2 sum_x Var[x^] d2G / dx2
-
-Var[x^] is the variance that rounding adds to x. In a rotated copy (the default), it is about the same for all elements
-of a group: the distortion of the bits (`runtime/format/distortion.py`) times the mean of (x - m)^2 over the group,
-where m is the group's mean. The errors of two elements of a group also have a small covariance, because the vector of
-errors is orthogonal to the group minus its mean. The formula then has the sum of Cov[x^, z^] d2G / dx dz over all pairs
-of elements x and z of the same tensor. In a uniform copy, Var[x^] = f (1 - f) step^2. Here step is the distance between
-the two neighboring values to which x can be rounded, and f is the distance from x to the lower value, divided by step.
-
-Let P be the probabilities, P^ the probabilities that are computed from q^ and k^, and g the gradient of the output. The
-gradient of v is transpose(P) g, so its bias is transpose(E[P^] - P) g. Let i number the queries, j and m the keys, and
-d the features, and let elements be rounded independently. With the scores S and the mean key a_i of query i,
-
-    S_ij = scale sum_d q_id k_jd     a_id = sum_m P_im k_md
-    E[P^_ij] - P_ij = P_ij / 2 (w_ij - sum_m P_im w_im)     w_ij = Var[S^_ij - sum_m P_im S^_im]
-    w_ij = scale^2 sum_d (Var[q^_id] (k_jd - a_id)^2 + q_id^2 Var[k^_jd - a^_id])
-
-On average, rounding therefore raises the probabilities of the keys to whose scores it adds the most variance.
-
-The size of a bias is its norm divided by the norm of the exact gradient. For normally distributed q, k and v (one head,
-16 queries and keys of 16 features, median of 96 random examples) the size at 2, 3 and 4 bits is 6.2, 1.6 and 0.4 % for
-query and key, and 3.4, 0.9 and 0.2 % for value. With uniform copies, the size is 24, 5 and 1.1 % for query and key, and
-14, 2.8 and 0.6 % for value. The bias is the mean of the error over many backward passes. The error of a single pass is
-much larger: for query and key of these random examples, it is 67, 34 and 18 % at 2, 3 and 4 bits, and 1.2 % at 8 bits. With uniform copies, it
-is 155, 60, 28 and 1.6 %. All these numbers grow with the size of the scores.
+The backward pass runs torch's own attention again on the dequantized tensors and differentiates that run, or computes
+the gradients in blocks (`blocks.py`). docs/concepts/layers.md has the bias of the gradients.
 """
 
 from __future__ import annotations
@@ -92,30 +53,23 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Compute torch.nn.functional.scaled_dot_product_attention and save query, key and value quantized.
 
-    The mean of a gradient over the random rounding differs from the exact gradient; the docstring of
-    `fewbit/functional/attention/attention.py` says by how much. If only `value` needs a gradient, `value` is not saved,
-    because its gradient does not depend on `value`. With dropout, the state of torch's random generator is saved too
-    (5056 bytes on the CPU, 16 on CUDA). The backward pass draws the same dropout mask from this state, without changing
-    torch's generator.
-
-    For nested tensors torch's own function runs. With dropout, torch's own function also runs under torch.compile,
-    during the capture of a CUDA graph, and on devices other than CPU and CUDA, because the state of the generator
-    cannot be read.
+    The gradients are biased (docs/concepts/layers.md#bias). With dropout, the state of torch's random generator is
+    saved too (5056 bytes on the CPU, 16 on CUDA), from which the backward pass draws the same mask. If the state cannot
+    be read (under torch.compile, during the capture of a CUDA graph, on other devices), and for nested tensors, torch's
+    own function runs.
 
     Args:
         query: (N, ..., Hq, L, E), floating.
         key: (N, ..., H, S, E), floating.
-        value: (N, ..., H, S, Ev), floating.
+        value: (N, ..., H, S, Ev), floating. It is not saved if only `value` needs a gradient.
         attn_mask: boolean or floating, of a shape that broadcasts to (N, ..., Hq, L, S); saved unchanged.
         dropout_p: as in torch.
         is_causal: as in torch.
         scale: as in torch.
         enable_gqa: as in torch.
         bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
-        quantizer: the kind of quantized copies, "rotated" or "uniform", or None for the usual kind
-            (docs/concepts/quantizer.md).
-            A Quantizer may be given instead; then `bits` and `group_size` are ignored.
+        group_size: the number of elements in a group, a multiple of 32.
+        quantizer: as in `linear`.
 
     Returns:
         (N, ..., Hq, L, Ev).
@@ -129,18 +83,12 @@ def scaled_dot_product_attention(
 
 
 class How(NamedTuple):
-    """The settings of one call of attention.
+    """The settings of one call of attention; the first four are torch's.
 
     Attributes:
-        dropout_p: as in torch.
-        is_causal: as in torch.
-        scale: as in torch.
-        enable_gqa: as in torch.
-        repeats: how many times each head of key and value occurs in attention. transformers repeats heads if
-            several heads of the query use the same key and value.
-        weighed: whether to return the probabilities too, computed as in
-            torch.nn.functional.multi_head_attention_forward. If True, scale, is_causal, enable_gqa and repeats must
-            have their default values.
+        repeats: how many times each head of key and value occurs, as transformers repeats them for grouped queries.
+        weighed: whether to return the probabilities too, as torch.nn.functional.multi_head_attention_forward computes
+            them. If True, scale, is_causal, enable_gqa and repeats must have their default values.
     """
 
     dropout_p: float = 0.0
@@ -159,9 +107,8 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: 
         key: as in `scaled_dot_product_attention`.
         value: as in `scaled_dot_product_attention`.
         attn_mask: as in `scaled_dot_product_attention`.
-        position_bias: None, or a floating tensor that is added to the scores, of a shape that broadcasts to
-            (N, ..., Hq, L, S). Mask and position bias are saved as two tensors, not as their sum. Other layers usually
-            save the same two tensors, which then take memory only once.
+        position_bias: None, or a floating tensor that is added to the scores, of a shape that broadcasts to (N, ...,
+            Hq, L, S). It is saved apart from the mask, because other layers usually save the same two tensors.
         how: the settings of the call.
         quantizer: quantizes the saved tensors.
 
@@ -202,17 +149,7 @@ def _attention_of_shards(inputs, how: How, quantizer: Quantizer):
 
 
 def _attend(query, key, value, mask, bias, how: How, function=None):
-    """Run torch's own attention, after repeating heads and adding the position bias as transformers does.
-
-    Args:
-        query: as in `attention`.
-        key: as in `attention`.
-        value: as in `attention`.
-        mask: as in `attention`.
-        bias: as in `attention`.
-        how: the settings of the call.
-        function: a function with the arguments of torch's attention that runs in its place, or None.
-    """
+    """Run torch's own attention, or `function` in its place, after repeating heads and adding the position bias as transformers does."""
     with bypass():
         if how.repeats > 1:
             key, value = _repeated(key, how.repeats), _repeated(value, how.repeats)
@@ -251,10 +188,7 @@ def _repeated(x, times: int):
 
 
 def _biased(query, key, mask, bias, is_causal: bool):
-    """Return the sum of mask and position bias. For masked scores, the sum is the lowest finite number, not -inf.
-
-    transformers computes the sum in the same way.
-    """
+    """Return the sum of mask and position bias as transformers computes it: the lowest finite number, not -inf, for masked scores."""
     floor = torch.finfo(key.dtype).min
     if mask is None and is_causal:
         rows, columns = (torch.arange(x.shape[-2], device=key.device) for x in (query, key))
@@ -266,7 +200,7 @@ def _biased(query, key, mask, bias, is_causal: bool):
 
 
 _FEATURES = (-3, -1)
-"""The dimensions of queries, keys and values along which channels differ: heads and the entries of a head's vectors."""
+"""The dimensions along which channels differ: heads and the entries of a head's vectors."""
 
 
 # -- the autograd Function -------------------------------------------------------------------------
@@ -323,22 +257,17 @@ class _Attention(SavingFunction):
 
 
 def _without_mean(x):
-    """Return keys or values minus their mean over the keys.
+    """Return keys or values minus their mean over the keys, which often is their largest part.
 
-    No gradient changes if one vector is subtracted from all keys. All scores of a query then change by the same number,
-    so no probability changes. The gradients of a query's scores add up to 0, so the gradient of the query does not
-    change either. If one vector is subtracted from all values, the gradients of a query's probabilities change by the
-    same number, which softmax's backward removes. So the mean need not be saved. Without the mean, which often is the
-    largest part of keys and values, rounding adds less variance.
+    No gradient depends on the mean. If one vector is subtracted from all keys, all scores of a query change by the same
+    number, so no probability changes. If one vector is subtracted from all values, the gradients of a query's
+    probabilities change by the same number, which softmax's backward removes.
     """
     return x - x.mean(-2, keepdim=True)
 
 
 def _value_copy(value, others, how: How, quantizer: Quantizer):
-    """Quantize the value, minus its mean if there is no dropout.
-
-    With dropout the probabilities of a query do not add up to 1, so the gradients depend on the mean.
-    """
+    """Quantize the value, minus its mean if there is no dropout, which makes the gradients depend on the mean."""
     if how.dropout_p > 0:
         return quantizer.quantize_independent(value, *others, features=_FEATURES)
     return computed.again(quantizer, value) or quantizer.quantize(
@@ -403,10 +332,10 @@ def _autocast(x) -> torch.dtype | None:
 
 @contextmanager
 def _choosing():
-    """Make torch choose the same kernel as outside of an autograd Function, in which gradients are disabled.
+    """Enable gradients, so that torch chooses the same kernel as outside of an autograd Function.
 
     torch's choice depends on whether the inputs need a gradient: on CUDA always, on other devices if the mask needs
-    one. Within the block gradients are enabled. The graph that torch then builds is never differentiated.
+    one. The graph that torch then builds is never differentiated.
     """
     if torch.compiler.is_compiling():
         yield

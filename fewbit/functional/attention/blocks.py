@@ -33,9 +33,8 @@ def gradients(query, key, value, grad, is_causal: bool, scale: float | None):
         S = scale q transpose(k)     P = softmax(S)     D = g transpose(v)     T = P (D - sum(P D))
         gradient of q = scale T k    gradient of k = scale transpose(T) q      gradient of v = transpose(P) g
 
-    The products P D and P (D - ...) are those of elements, and the sum runs over the keys of a query. These are five
-    matrix products and one exponential of each score. If torch's attention runs again and is differentiated, it computes
-    seven products and two exponentials, and its products take longer than those of MKL.
+    P D and P (D - ...) are products of elements, and the sum runs over the keys of a query. These are five matrix
+    products and one exponential of each score; a second run of torch's attention and its derivative take seven and two.
 
     Args:
         query: (..., L, E) float32, on the CPU.

@@ -1,8 +1,7 @@
 """Products that are no layers: `einsum`, `baddbmm`, `addcmul` and `grouped_mm`, whose factors are saved quantized.
 
-The gradient of each factor is linear in the other factor, and the factors are rounded independently, so all gradients are
-exact in expectation: their means over the random rounding are exact. A factor that is a parameter, or a view of one, is in
-memory anyway and is saved unquantized.
+Each gradient is linear in the other factor, and the factors are rounded independently, so all gradients are exact in
+expectation. A factor that is a parameter, or a view of one, is saved unquantized.
 """
 
 from __future__ import annotations
@@ -30,14 +29,6 @@ def einsum(equation, *operands, quantizer: Quantizer) -> Tensor:
 
     torch's own function runs unless there are two operands whose indices are letters after which the equation has "->",
     each index of an operand is in the other operand or in the result, and no index is twice in an operand.
-
-    Args:
-        equation: as in torch.
-        *operands: as in torch.
-        quantizer: quantizes the factors.
-
-    Returns:
-        torch's result.
     """
     factors = operands_of(operands)
     if len(factors) == 2 and all(isinstance(factor, Tensor) for factor in factors):
@@ -48,10 +39,7 @@ def einsum(equation, *operands, quantizer: Quantizer) -> Tensor:
 
 
 def takes_einsum(a: Tensor, b: Tensor) -> bool:
-    """Return whether `einsum` quantizes a factor: one of a product of results, or the constant of a linear layer.
-
-    Like the input of a linear layer, a tensor without gradient is quantized if the other factor is a parameter.
-    """
+    """Return whether `einsum` quantizes a factor: one of a product of results, or the constant of a linear layer."""
     if _is_quantized(a, b):
         return True
     constant, parameter = (a, b) if b.requires_grad else (b, a)
@@ -74,19 +62,7 @@ def baddbmm(
     alpha: float = 1,
     quantizer: Quantizer,
 ) -> Tensor:
-    """Compute torch.baddbmm, beta * input + alpha * batch1 @ batch2, and save both factors quantized.
-
-    Args:
-        input: the summand, which broadcasts to the product.
-        batch1: (n, rows, inner).
-        batch2: (n, inner, columns).
-        beta: the factor of the summand.
-        alpha: the factor of the product.
-        quantizer: quantizes the factors.
-
-    Returns:
-        torch's result.
-    """
+    """Compute torch.baddbmm, beta * input + alpha * batch1 @ batch2, and save both factors quantized."""
     if not _is_quantized(batch1, batch2):
         return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
     return _Baddbmm.call(input, batch1, batch2, beta, alpha, quantizer)
@@ -95,18 +71,7 @@ def baddbmm(
 def addcmul(
     input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1, quantizer: Quantizer
 ) -> Tensor:
-    """Compute torch.addcmul, input + value * tensor1 * tensor2, and save both factors quantized.
-
-    Args:
-        input: the summand.
-        tensor1: the first factor.
-        tensor2: the second factor. The three tensors broadcast.
-        value: the factor of the product.
-        quantizer: quantizes the factors.
-
-    Returns:
-        torch's result.
-    """
+    """Compute torch.addcmul, input + value * tensor1 * tensor2, and save both factors quantized."""
     if not _is_quantized(tensor1, tensor2):
         return torch.addcmul(input, tensor1, tensor2, value=value)
     return _Addcmul.call(input, tensor1, tensor2, value, quantizer)
@@ -121,10 +86,9 @@ def grouped_mm(
     out_dtype: torch.dtype | None = None,
     quantizer: Quantizer,
 ) -> Tensor:
-    """Compute torch.nn.functional.grouped_mm of rows in groups, a matrix for each, and save the rows quantized.
+    """Compute torch.nn.functional.grouped_mm, as in a mixture of experts, and save the rows quantized.
 
-    This is the product of experts in a mixture of experts. torch's own function runs for other shapes, for a bias and
-    for a dtype of the result.
+    torch's own function runs for other shapes than these, for a bias and for a dtype of the result.
 
     Args:
         mat_a: (rows, inner).
@@ -133,9 +97,6 @@ def grouped_mm(
         bias: as in torch.
         out_dtype: as in torch.
         quantizer: quantizes the factors.
-
-    Returns:
-        torch's result.
     """
     is_grouped = mat_a.dim() == 2 and mat_b.dim() == 3 and offs is not None
     if not (is_grouped and bias is None and out_dtype is None) or not _is_quantized(mat_a, mat_b):
@@ -188,7 +149,7 @@ def _product(first: str, second: str, result: str, a: Tensor, b: Tensor) -> Tens
 
 
 def _saved(a: Tensor, b: Tensor, quantizer: Quantizer):
-    """Return what is saved of both factors, as `copies.save` takes it."""
+    """Return both factors as `copies.keep` takes them."""
     if _is_parameter(a):
         return copies.unquantized(a), quantize_factor(quantizer, b)
     first = quantize_factor(quantizer, a)

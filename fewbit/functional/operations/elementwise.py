@@ -1,8 +1,7 @@
 """Operations on elements, such as `square` and `clamp`, which torch's own functions compute, and which save fewer bytes.
 
-The gradient of `square` is linear in the argument, that of `exp` in the result, and that of `erf` in the derivative. These are
-saved quantized. The gradients are therefore exact in expectation: their means over the random rounding are exact. The
-gradients of `clamp`, `maximum`, `minimum` and `gather` equal torch's to the bit.
+The gradients of `square`, `exp` and `erf` are linear in what is saved quantized, and therefore exact in expectation.
+Those of `clamp`, `maximum`, `minimum` and `gather` equal torch's to the bit.
 """
 
 from __future__ import annotations
@@ -23,15 +22,7 @@ from fewbit.runtime.saved.single_backward import SavingFunction
 
 
 def square(input: Tensor, *, quantizer: Quantizer) -> Tensor:
-    """Compute torch.square and save the input quantized.
-
-    Args:
-        input: a floating tensor of any shape.
-        quantizer: quantizes the input.
-
-    Returns:
-        torch's result.
-    """
+    """Compute torch.square and save the input quantized."""
     if not is_differentiated(input) or is_in_memory(input) or not input.is_floating_point():
         return torch.square(input)
     return _Square.call(input, quantizer)
@@ -47,17 +38,10 @@ def pow(input: Tensor, exponent, *, quantizer: Quantizer) -> Tensor:
 def exp(input: Tensor, *, quantizer: Quantizer) -> Tensor:
     """Compute torch.exp and save the result quantized, if no element is above 1; otherwise unquantized.
 
-    Results of at most 1 are decays, or those of differences from a maximum. Most are close to 0, which a uniform copy
-    restores almost exactly. If elements may be large, the errors of small ones in the same group would make gradients
-    useless. On a GPU the result is saved unquantized, because the host would have to wait for the largest element. So it
-    is in a checkpointed region, whose recomputation from rounded inputs may find another largest element.
-
-    Args:
-        input: a floating tensor of any shape.
-        quantizer: quantizes the result.
-
-    Returns:
-        torch's result.
+    Results of at most 1 are decays or differences from a maximum. Most are close to 0, which a uniform copy restores
+    almost exactly; beside large elements, the errors of small ones would make gradients useless. The result is saved
+    unquantized on a GPU, because the host would wait for the largest element, and in a checkpointed region, whose
+    recomputation from rounded inputs may find another largest element.
     """
     if not is_differentiated(input) or not input.is_floating_point():
         return torch.exp(input)
@@ -65,31 +49,14 @@ def exp(input: Tensor, *, quantizer: Quantizer) -> Tensor:
 
 
 def erf(input: Tensor, *, quantizer: Quantizer) -> Tensor:
-    """Compute torch.erf and save the derivative quantized.
-
-    Args:
-        input: a floating tensor of any shape.
-        quantizer: quantizes the derivative.
-
-    Returns:
-        torch's result.
-    """
+    """Compute torch.erf and save the derivative quantized."""
     if not is_differentiated(input) or not input.is_floating_point():
         return torch.erf(input)
     return _Erf.call(input, quantizer)
 
 
 def clamp(input: Tensor, min=None, max=None) -> Tensor:
-    """Compute torch.clamp, and save 1 bit per element if the ends are numbers.
-
-    Args:
-        input: a floating tensor of any shape.
-        min: as in torch.
-        max: as in torch.
-
-    Returns:
-        torch's result.
-    """
+    """Compute torch.clamp, and save 1 bit per element if the ends are numbers."""
     ends = [end for end in (min, max) if end is not None]
     are_numbers = ends and all(isinstance(end, int | float) for end in ends)
     if not (are_numbers and is_differentiated(input) and input.is_floating_point()):
@@ -98,22 +65,14 @@ def clamp(input: Tensor, min=None, max=None) -> Tensor:
 
 
 def maximum(input: Tensor, other: Tensor) -> Tensor:
-    """Compute torch.maximum, and save in 2 bits per element which of the two is larger.
-
-    Args:
-        input: a floating tensor of any shape.
-        other: a floating tensor of a shape that broadcasts with that of `input`.
-
-    Returns:
-        torch's result.
-    """
+    """Compute torch.maximum, and save in 2 bits per element which of the two is larger."""
     if not _is_comparison(input, other):
         return torch.maximum(input, other)
     return _Largest.call(input, other, torch.maximum)
 
 
 def minimum(input: Tensor, other: Tensor) -> Tensor:
-    """Compute torch.minimum, and save in 2 bits per element which of the two is smaller. Arguments are as in `maximum`."""
+    """Compute torch.minimum, and save in 2 bits per element which of the two is smaller."""
     if not _is_comparison(input, other):
         return torch.minimum(input, other)
     return _Largest.call(input, other, torch.minimum)
@@ -129,14 +88,7 @@ def _is_comparison(input, other) -> bool:
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
     """Compute torch.gather, and save the index in the narrowest dtype, and of the input only its size.
 
-    Args:
-        input: a tensor of any shape.
-        dim: as in torch.
-        index: as in torch, int64.
-        sparse_grad: as in torch. If it is true, torch's own function runs.
-
-    Returns:
-        torch's result.
+    torch's own function runs if `sparse_grad` is true.
     """
     if sparse_grad or not is_differentiated(input):
         return torch.gather(input, dim, index, sparse_grad=sparse_grad)

@@ -1,10 +1,4 @@
-"""`vector_norm`, the Euclidean length of vectors, and `normalize`, which divides vectors by it.
-
-Let n be the length of a vector x, and g the gradient of n. The gradient of x is g x / n. `vector_norm` saves x / n quantized,
-so the gradient is exact in expectation: its mean over the random rounding is exact. It does not save x, because the error of
-x, divided by a small n, would be large. `normalize` saves its result y = x / n quantized. If g is the gradient of y, that of x is (g - y (g . y)) / n. It has the product of a quantized element with
-itself, and is therefore biased, as that of a norm layer with one copy (`fewbit/functional/layer_norm.py`).
-"""
+"""`vector_norm`, the Euclidean length of vectors, and `normalize`, which divides vectors by it."""
 
 from __future__ import annotations
 
@@ -31,17 +25,8 @@ def vector_norm(
 ) -> Tensor:
     """Compute torch.linalg.vector_norm, and save the unit vectors quantized if the length is Euclidean.
 
-    Args:
-        input: a floating tensor of any shape.
-        ord: as in torch. For other numbers than 2, torch's own function runs.
-        dim: as in torch.
-        keepdim: as in torch.
-        dtype: as in torch. If it is given, torch's own function runs.
-        out: as in torch. If it is given, torch's own function runs.
-        quantizer: quantizes the input, divided by the length.
-
-    Returns:
-        torch's result.
+    The gradient of x, g x / n for the length n, is exact in expectation. A copy of x itself would have a large error
+    for a small n. torch's own function runs for another `ord` than 2, and if `dtype` or `out` is given.
     """
     is_usual = ord == 2 and dtype is None and out is None and input.is_floating_point()
     if not is_usual or not is_differentiated(input) or is_in_memory(input):
@@ -61,7 +46,7 @@ def norm(
     dtype: torch.dtype | None = None,
     quantizer: Quantizer,
 ) -> Tensor:
-    """Compute torch.norm with `vector_norm`, if the length is Euclidean. Arguments are as in torch."""
+    """Compute torch.norm with `vector_norm`, if the length is Euclidean."""
     if p not in (2, "fro") or dtype is not None:
         return torch.norm(input, p, dim, keepdim, dtype=dtype)
     return vector_norm(input, 2, dim, keepdim, quantizer=quantizer)
@@ -78,16 +63,8 @@ def normalize(
 ) -> Tensor:
     """Compute torch.nn.functional.normalize, and save the result quantized and the lengths exactly.
 
-    Args:
-        input: a floating tensor of any shape.
-        p: as in torch. For other numbers than 2, torch's own function runs.
-        dim: as in torch.
-        eps: as in torch.
-        out: as in torch. If it is given, torch's own function runs.
-        quantizer: quantizes the result.
-
-    Returns:
-        torch's result.
+    The gradient of x, (g - y (g . y)) / n for the result y = x / n, is biased as that of a norm layer with one copy.
+    torch's own function runs for another `p` than 2, and if `out` is given.
     """
     if p != 2 or out is not None or not is_differentiated(input):
         return torch_functional.normalize(input, p, dim, eps, out)

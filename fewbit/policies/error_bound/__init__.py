@@ -1,6 +1,5 @@
-"""The policy of `ErrorBound`: as few bits as a bound on the error of gradients allows (the AC-GC method).
+"""The policy of `ErrorBound`: as few bits as a bound on the error of gradients allows (the AC-GC method, docs/guides/error_bound.md).
 
-docs/guides/error_bound.md describes the method. `policy.py` chooses bits from estimates, `probe.py` measures how rounding
-changes gradients. The formulas for the errors of gradients stand beside the layers, in `fewbit/functional/`. This folder may import
+`policy.py` chooses bits from estimates, and `probe.py` measures how rounding changes gradients. This folder may import
 `fewbit.policies` and what `fewbit.policies` may import.
 """

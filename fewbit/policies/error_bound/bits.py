@@ -1,11 +1,10 @@
 """The fewest bits with which the rounding error of a saved tensor stays within a bound.
 
-Let sample n be rounded to b_n bits, and let squares_n be the number to which the variance of rounding the sample is
-proportional (`quantizer_ops.squares`). Then the mean squared error of the tensor's elements is at most
+If sample n is rounded to b_n bits, the mean squared error of the tensor's elements is at most
 
     sum_n squares_n largest_distortion(kind, b_n) / (number of elements of the tensor)
 
-with the kind of the tensor's copies. For uniform copies this is a bound, and for rotated copies it is the expected error itself.
+with the `squares` of the sample (docs/glossary.md). For rotated copies this is the expected error itself.
 """
 
 from __future__ import annotations
@@ -22,20 +21,15 @@ TOLERANCE = 1e-9
 
 
 def least_average(squares, samples: int, elements: int, limit: float, kind: str) -> float | None:
-    """Return the lowest average number of bits with which the mean squared error is at most `limit`.
+    """Return the lowest average number of bits with which the mean squared error is at most `limit`, or None.
 
     Args:
-        squares: the numbers squares_n, in rising order. If there are more than SPREAD samples, the samples are divided
-            into SPREAD (16) parts of nearly equal size, and `squares` contains the mean of each part. If `samples` is
-            0, the first number is the sum for the whole tensor, and the others are not used.
-        samples: the number of samples, among which the bits are divided. If it is 0, all elements have the same whole
-            number of bits.
+        squares: the `squares` of the samples, in rising order: one number for each part of `sizes(samples)`.
+        samples: the number of samples, among which the bits are divided; 0 if all elements have the same whole number
+            of bits.
         elements: the number of elements of the tensor.
         limit: the largest mean squared error of the elements that is allowed.
         kind: the kind of the tensor's copies.
-
-    Returns:
-        The average, or None if MAX_BITS bits are not enough.
     """
     parts, noise = sizes(samples), _noise(kind)
     allowed = limit * elements
@@ -63,10 +57,7 @@ def _noise(kind: str) -> tuple[float, ...]:
 
 
 def sizes(samples: int) -> list[int]:
-    """Return the number of samples in each part, if `samples` samples are divided into at most SPREAD (16) parts.
-
-    If `samples` is 0, the whole tensor is one part, and the result is [1].
-    """
+    """Return the number of samples in each of at most SPREAD (16) parts; [1] if `samples` is 0."""
     count = min(samples, SPREAD)
     ends = [round(i * samples / count) for i in range(count + 1)] if count else [0, 1]
     return [b - a for a, b in pairwise(ends)]

@@ -22,27 +22,24 @@ WORST = "worst case"
 class Bounded(NamedTuple):
     """One row of the table: a saved input of a layer, or the codes that an activation saves.
 
-    In the notation of this table, g is an exact gradient, g^ the gradient with the errors of saved tensors, and E the
-    mean over random rounding.
-
     Attributes:
         name: The layer's path; for a function that a module calls, the module's path and the function's name.
         input: The number of the layer's input; None for activations.
         demand: The name of the gradient whose bound allows the smallest error of the tensor.
-        kind: The kind of the bound on that gradient's error: "in expectation", "measured" (docs/guides/error_bound.md), or
-            "worst case" for activations.
+        kind: The kind of the bound on that gradient's error: "in expectation", "measured" (docs/guides/error_bound.md),
+            or "worst case" for activations.
         dx: The root mean square error that the saved tensor may have; for an activation, the largest error of the table
             that replaces the derivative f'.
         kept: "bits", "exact", or the name of the codec that saved the tensor. The codecs "jpeg" and "quant+zvc" leave
             some tensors to the codec "quant".
-        bits: Bits per element on average; None if the tensor is saved exactly. With a codec, all bytes that the tensor
-            took in the latest step of this process are counted; None before the first step.
+        bits: Bits per element on average; None if the tensor is saved exactly. With a codec, all bytes of the tensor in
+            the latest step of this process count; None before the first step.
         elements: The number of elements that all processes together save in one forward pass; None for activations.
         is_fixed: Whether the user gave the bits.
-        is_met: False if the error is larger than allowed, because the user gave too few bits, or because an
-            activation's table with the most bits is not enough.
-        ratio: The largest E|g^|^2 / E|g|^2 of the gradients that depend on the tensor, as measured by the monitor
-            (`monitor.py`); None before the first such measurement.
+        is_met: False if the error is larger than allowed, because of bits that the user gave, or because the most bits
+            of an activation's table are not enough.
+        ratio: The largest E|g^|^2 / E|g|^2 of the gradients that depend on the tensor (`monitor.py`); None before the
+            first such measurement.
     """
 
     name: str
@@ -60,9 +57,6 @@ class Bounded(NamedTuple):
 
 class Bounds(Rows):
     """The rows of a table of bounds, in the order of the forward pass, with activations last.
-
-    Two tables with equal contents are equal. g is an exact gradient, g^ the gradient with errors, and E the mean over
-    random rounding.
 
     Args:
         rows: The rows.

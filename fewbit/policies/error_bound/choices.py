@@ -1,8 +1,7 @@
-"""The choice of bits, codecs and tables from what the error-bound policy has learned.
+"""The choice of bits, codecs and tables from the knowledge of the error-bound policy.
 
-A slot is a tensor that a layer saves in every forward pass. dx*^2 is the largest mean squared error of the slot's
-elements with which the error of each gradient stays within its bound. A codec saves a tensor so that its mean squared
-error stays within dx*^2. The table of a few-bit activation replaces the activation's derivative.
+dx*^2 is the largest mean squared error of a slot's elements with which the error of each gradient stays within its
+bound.
 """
 
 from __future__ import annotations
@@ -69,15 +68,7 @@ def choose(knowledge: BoundKnowledge, bound: ErrorBound, given: Mapping[str, int
 
 
 def choose_bits(slot: TensorEstimate, bound: ErrorBound) -> BitChoice:
-    """Return the choice for one saved tensor of a layer (a slot).
-
-    A slot that no gradient depends on gets the fewest bits. If some gradients that depend on the slot were not
-    measured, the slot keeps MAX_BITS bits.
-
-    Args:
-        slot: the knowledge of the slot.
-        bound: the configuration of the policy.
-    """
+    """Return the choice for one slot: the fewest bits if no gradient depends on it, the most if some gradients were not measured."""
     dx2, constraint = slot.deciding(bound.e2, bound.window)
     if constraint is None and slot.is_known:
         return BitChoice(float(MIN_BITS), dx2)
@@ -90,7 +81,7 @@ def choose_bits(slot: TensorEstimate, bound: ErrorBound) -> BitChoice:
 
 
 def choose_codec(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound, stats: PayloadStats):
-    """Return the codec for a saved tensor (slot) for which `choose_bits` has chosen no number of bits.
+    """Return the codec for a slot for which `choose_bits` has chosen no number of bits.
 
     Args:
         slot: the knowledge of the slot.

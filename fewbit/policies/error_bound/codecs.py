@@ -9,10 +9,7 @@ from fewbit.runtime.codecs.payload import exact
 
 
 class ExactCodec:
-    """A codec that saves the tensor unchanged, as torch's own layer would.
-
-    A tensor that is part of a larger storage is copied, so that the rest of the storage can be freed.
-    """
+    """A codec that saves the tensor unchanged, as torch's own layer would, but copies a part of a larger storage."""
 
     def quantize(self, x, seed):
         """Return the exact values of tensor x in the form of a codec's result. `seed` is not used."""
@@ -39,8 +36,8 @@ class BoundedCodec:
     Args:
         name: the codec's name in `fewbit.runtime.codecs`.
         bound: the largest mean squared error that is allowed.
-        channels: the largest mean squared error that is allowed for each channel (dimension 1), or None. These numbers
-            replace `bound` for a tensor that has as many channels as there are numbers.
+        channels: the same for each channel (dimension 1), in place of `bound` for a tensor with as many channels, or
+            None.
         stats: the object into which the size of each saved tensor is written.
     """
 

@@ -1,11 +1,7 @@
 """The error-bound policy's knowledge: estimates for each saved tensor and activation, from the last measurements.
 
-A slot is a tensor that a layer saves in every forward pass. A constraint D <= e2 V^2 bounds the squared error D of one
-gradient. V^2 is the gradient's squared norm, and e2 is the number that the user gives to `ErrorBound`. D depends on
-dx^2, the mean squared error of the slot's elements. A measurement covers one forward and backward pass. All its squared
-norms are divided by the sum of its V^2 over all gradients, so a scale factor of the loss changes nothing here. Let g be
-an exact gradient, and g^ the same gradient with errors. The monitor (`monitor.py`) measures |g|^2 and |g^|^2 for a few
-slots at a time.
+All squared norms of a measurement are divided by the sum of its V^2 over all gradients, so a scale factor of the loss
+changes nothing. g is an exact gradient, and g^ the same gradient with errors.
 """
 
 from __future__ import annotations
@@ -30,11 +26,7 @@ LEAST_SEEN = 3
 
 
 class ConstraintRow(NamedTuple):
-    """One measurement of a gradient: its squared norm V^2, and first^2 and second^2 of its squared error D.
-
-    D = (first dx + second dx^2)^2, where dx^2 is the mean squared error of the saved tensor's elements
-    (docs/guides/error_bound.md).
-    """
+    """One measurement of a gradient: its squared norm V^2, and first^2 and second^2 of its squared error (`GradientConstraint`)."""
 
     v2: float
     first2: float
@@ -63,8 +55,7 @@ class ConstraintEstimate(Record):
         label: the name of the gradient, as in `GradientConstraint`.
         kind: whether the gradient's error follows from a formula or was measured, as in `GradientConstraint`.
         rows: the constraint in each measurement, the latest last.
-        pairs: the gradient's squared norms with errors and without, from the measurements of the monitor
-            (`monitor.py`).
+        pairs: the gradient's squared norms with errors and without, as measured by the monitor (`monitor.py`).
         missed: the number of measurements of the saved tensor since the last one with this constraint.
     """
 
@@ -102,8 +93,7 @@ class TensorEstimate(Record):
     The fields from `name` to `dtype_bytes` are those of the latest measurement, a `TensorNorms`.
 
     Args:
-        spreads: for each measurement, one number for each part of the samples (`parts_of`): `TensorNorms.squares`,
-            divided by the number of elements of a sample.
+        spreads: `TensorNorms.squares` of each measurement, divided by the number of elements of a sample.
         weights: the weights by which bits are divided among channels, averaged over measurements; None if all channels
             have the same weight.
         weighed: the number of measurements in the average `weights`, at most HISTORY.
@@ -133,7 +123,7 @@ class TensorEstimate(Record):
         return self.name, self.input
 
     def unmonitored(self) -> TensorEstimate:
-        """Return the estimate without the measurements of the monitor (`monitor.py`)."""
+        """Return the estimate without the measurements of the monitor."""
         constraints = {
             label: replace(constraint, pairs=()) for label, constraint in self.constraints.items()
         }
@@ -145,14 +135,9 @@ class TensorEstimate(Record):
         return min(found, key=lambda pair: pair[0], default=(math.inf, None))
 
     def least_average(self, dx2: float, window: str) -> float | None:
-        """Return the lowest average bits per element with which the mean squared error is at most `dx2`.
+        """Return the lowest average bits with which the mean squared error is at most `dx2`; None if 8 bits are not enough.
 
-        Args:
-            dx2: the largest mean squared error that is allowed.
-            window: "mean" or "max": whether the mean or the largest of the squares in the last measurements counts.
-
-        Returns:
-            The average, or None if 8 bits are not enough.
+        `window`, "mean" or "max", says whether the mean or the largest of the squares in the last measurements counts.
         """
         parts = parts_of(self.samples)
         alike = [spread for spread in self.spreads if len(spread) == parts]
@@ -161,10 +146,9 @@ class TensorEstimate(Record):
         return least_average(squares, self.samples, self.samples or 1, dx2, self.quantizer)
 
     def pairs(self, is_exact: bool = False) -> tuple[Pair, Pair]:
-        """Return the sum of the `Pair`s of parameters' gradients, and the sum of the `Pair`s of all gradients.
+        """Return the sums of the `Pair`s of parameters' gradients and of all gradients.
 
-        Args:
-            is_exact: whether the tensor is saved exactly. If so, both norms of each `Pair` are the norm without errors.
+        If `is_exact`, because the tensor is saved exactly, both norms of each `Pair` are the norm without errors.
         """
         seen = []
         for constraint in self.constraints.values():
@@ -177,11 +161,9 @@ class TensorEstimate(Record):
         return sum_of(of_parameters), sum_of([pair for _, pair in seen])
 
     def excess(self, limit: float, of_parameters: bool, is_exact: bool) -> tuple[float, float]:
-        """Return the mean of |g^|^2 - limit |g|^2, and the square of the standard error of this mean.
+        """Return the mean of |g^|^2 - limit |g|^2 over the monitor's measurements, and the square of its standard error.
 
-        g^ is the gradient with errors, g the exact one. The mean is over the measurements of the monitor
-        (`monitor.py`). If there are fewer than LEAST_SEEN (3) measurements, the standard error is unknown, and is taken
-        to be as large as the mean.
+        With fewer than LEAST_SEEN (3) measurements, the standard error is taken to be as large as the mean.
 
         Args:
             limit: the largest |g^|^2 / |g|^2 that is allowed.
@@ -227,14 +209,12 @@ class ActivationEstimate(Record):
         return self.name
 
     def allowed(self, e2: float, window: str) -> float:
-        """Return the largest error of the activation's table that the bound on the input's gradient allows.
-
-        The table contains a step function q that replaces the derivative f'. The table's error is max |q - f'|.
+        """Return the largest error max |q - f'| of the activation's table that the bound on the input's gradient allows.
 
         Args:
             e2: the squared gradient error that is allowed, divided by the gradient's squared norm.
-            window: "mean" takes the means of the squared norms over the measurements. "max" computes the allowed error
-                from each measurement, and takes the smallest.
+            window: "mean" takes the means of the squared norms over the measurements, "max" the smallest error that a
+                measurement allows.
         """
         if window == "max":
             return min(allowed_error(row.grad2, e2, row.v2) for row in self.rows)
@@ -278,7 +258,7 @@ def sum_of(pairs: list[Pair]) -> Pair:
 
 
 def mean(values) -> float:
-    """Return the mean of values. The sum is computed without rounding errors."""
+    """Return the mean of values, summed without rounding errors."""
     return math.fsum(values) / len(values)
 
 

@@ -1,7 +1,6 @@
 """The largest error of a saved tensor with which the squared error of a gradient stays within AC-GC's bound e2 V^2.
 
-V^2 is the squared norm of the exact gradient, and e2 is a number that the user chooses. docs/concepts/theory/ac_gc.md derives the
-squared error of the gradients of each kind of layer.
+docs/concepts/theory/ac_gc.md derives the squared error of the gradients of each kind of layer.
 """
 
 from __future__ import annotations
@@ -37,19 +36,14 @@ def square(name: str, value: float) -> float:
 
 
 def quotient(allowed: float, cost: float) -> float:
-    """Return allowed / cost, the largest error for which error * cost is at most `allowed`.
-
-    If `cost` is 0, the result is infinite, because errors then do not matter. If `cost` is infinite, the result is 0.
-    """
+    """Return allowed / cost, the largest error for which error * cost is at most `allowed`; infinity if `cost` is 0."""
     if cost == math.inf:
         return 0.0
     return allowed / cost if cost > 0 else math.inf
 
 
 def polynomial_error(allowed: float, first: float, second: float) -> float:
-    """Solve (first dx + second dx^2)^2 = allowed for dx, and return dx^2.
-
-    The result is accurate also if `second` is small.
+    """Solve (first dx + second dx^2)^2 = allowed for dx, and return dx^2, accurate also if `second` is small.
 
     Args:
         allowed: the squared gradient error that is allowed.

@@ -1,9 +1,7 @@
 """The measurements of an `ErrorBoundProbe`, and the functions that compute the probe's result from them on the host.
 
-The probe measures tensors that layers save, and the gradients that layers compute from these tensors. A slot is one
-saved tensor of a layer; if the layer is called several times, each call saves a tensor of the slot. Each measured
-number is in a small tensor on the device. `host` below maps the `id` of such a tensor to a list of its values, after
-the copy to the host.
+Each measured number is in a small tensor on the device. `host` maps the `id` of such a tensor to the list of its
+values, after the copy to the host.
 """
 
 from __future__ import annotations
@@ -20,16 +18,15 @@ from fewbit.runtime.probes.gradient_errors import Cost, GradientError
 
 @dataclass
 class MeasuredTensor:
-    """The measurements of one saved tensor of a layer (a slot).
+    """The measurements of one saved tensor of a layer. A layer that is called several times saves several tensors of one slot.
 
     Args:
         name: the name of the tensor's slot.
         elements: the number of elements.
-        has_samples: whether the tensor's bits are divided among its samples (slices of dimension 0).
+        has_samples: whether the tensor's bits are divided among its samples.
         errors: (rows,) the sum of squared rounding errors in each entry of dimension 0.
         error: 0-D, the root of the sum of all squared errors.
-        squares: 0-D, the number to which the variance of rounding is proportional (`QuantizationRecord.squares`). The
-            rounding errors for any number of bits follow from this number.
+        squares: 0-D, `QuantizationRecord.squares`, from which the errors for any number of bits follow.
         deviation: 0-D, the standard deviation of the noise with which the effect of errors is measured.
     """
 
@@ -49,11 +46,10 @@ class MeasuredGradient:
     Args:
         part: the error model of the gradient: its squared error as a function of the tensor's error.
         label: the gradient's name, such as "weight" (see `GradientConstraint`).
-        kind: "in expectation" if `part` follows from a formula, "measured" if `part` was measured with noise.
+        kind: EXPECTED if `part` follows from a formula, MEASURED if it was measured with noise.
         tensor: the saved tensor from which the gradient is computed.
         size: 0-D, the Euclidean norm of the gradient.
-        exact: 0-D, the Euclidean norm of the same gradient computed from the exact values of the saved tensor; None if
-            the gradient was not computed from exact values.
+        exact: 0-D, the Euclidean norm of the same gradient computed from the exact values of the saved tensor, or None.
     """
 
     part: GradientError
@@ -65,15 +61,13 @@ class MeasuredGradient:
 
 
 class Share(NamedTuple):
-    """One gradient of one call of a layer, with the effect of the error of one saved tensor (slot) on this gradient.
+    """One gradient of one call of a layer, with the effect of the error of one slot on this gradient.
 
     Args:
         found: the measurements of the gradient.
         cost: the squared error of the gradient as a function of the slot's error.
-        v2: the squared norm that the gradient would have without errors: the measured squared norm, minus the expected
-            squared error.
-        slots: the number of slots on which the gradient depends. The allowed error is divided equally among these
-            slots.
+        v2: the squared norm without errors: the measured squared norm, minus the expected squared error.
+        slots: the number of slots on which the gradient depends, among which its allowed error is divided equally.
     """
 
     found: MeasuredGradient
@@ -83,13 +77,9 @@ class Share(NamedTuple):
 
 
 def shares_by_slot(host, calls: list[list[MeasuredGradient]]) -> dict[tuple, list[Share]]:
-    """Return {slot's name: list of shares}, with one `Share` for each gradient that depends on the slot.
+    """Return {slot's name: shares}, with one `Share` for each gradient on which the slot's error has an effect.
 
-    Gradients on which the slot's error has no effect are left out.
-
-    Args:
-        host: {id of a tensor of measured numbers: their values}.
-        calls: a list for each call of a layer's backward. The list contains the gradients that the call computed.
+    `calls` has, for each call of a layer's backward, the gradients that the call computed.
     """
     found = {}
     for gradients in calls:
@@ -120,12 +110,7 @@ def _shares(host, gradients: list[MeasuredGradient]) -> list[Share]:
 
 
 def monitored_norms(host, shares: list[Share]) -> tuple[MonitoredNorms, ...]:
-    """Return the squared norms of those gradients that were also computed from exact values.
-
-    Args:
-        host: {id of a tensor of measured numbers: their values}.
-        shares: one for each gradient that depends on the slot.
-    """
+    """Return the squared norms of those gradients that were also computed from exact values."""
     gradients = [share.found for share in shares if share.found.exact is not None]
     return tuple(
         MonitoredNorms(
@@ -138,18 +123,18 @@ def monitored_norms(host, shares: list[Share]) -> tuple[MonitoredNorms, ...]:
 def constraints_of(
     host, shares: list[Share], tried: float
 ) -> list[tuple[GradientConstraint, list[float] | None]]:
-    """Return a list of pairs (constraint on the error of one slot, effects of the slot's channels).
+    """Return pairs (constraint on the error of one slot, effects of the slot's channels), one for each label and kind.
 
-    Each channel of the slot causes a part of the gradient's squared error. The effects are numbers in proportion to
-    these parts; None if the slot has no channels. Gradients with the same `label` and the same `kind` come from several
-    calls of one layer, and give one constraint together.
+    The effects are numbers in proportion to each channel's part of the gradient's squared error; None if the slot has
+    no channels. Gradients with the same label and kind come from several calls of one layer, and give one constraint
+    together.
 
     Args:
         host: {id of a tensor of measured numbers: their values}.
         shares: one for each gradient that depends on the slot.
-        tried: the variance of the noise (`MeasuredTensor.deviation`), averaged over all elements of the slot. If the
-            slot has several tensors, their noise has different variances. Their errors are assumed to remain in these
-            proportions when the bits change.
+        tried: the variance of the noise (`MeasuredTensor.deviation`), averaged over all elements of the slot. The
+            errors of several tensors of the slot are assumed to remain in the proportions of their noise when the bits
+            change.
     """
     by_label = {}
     for share in shares:
@@ -177,16 +162,16 @@ def _sum_of_channels(costs: list[list[float]]) -> list[float] | None:
 
 
 def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) -> tuple | None:
-    """Return the weights of a slot's channels, with mean 1. Channels whose errors have more effect have larger weights.
+    """Return the weights of a slot's channels, with mean 1: larger if errors of the channel have more effect.
 
-    The effect of a channel on a gradient is the part of first^2 / V^2 (`GradientConstraint`) that comes from the
-    channel. If several gradients depend on the slot, the largest effect counts.
+    The effect of a channel on a gradient is its part of first^2 / V^2 (`GradientConstraint`), and the largest effect on
+    a gradient counts.
 
     Args:
         costs: pairs (constraint, effects of the channels), as `constraints_of` returns them.
 
     Returns:
-        (channels,) weights; None if there are no channels, or if all channels have the same weight.
+        (channels,) weights; None if there are no channels, or if all have the same weight.
     """
     costs = [pair for pair in costs if pair[0].v2 > 0 and pair[0].first > 0]
     lengths = {len(channels) for _, channels in costs if channels is not None and sum(channels) > 0}
@@ -207,6 +192,6 @@ def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) 
 
 
 def host_square(host, number) -> float:
-    """Return the square of a measured number: the value of the 0-D tensor `number`, read from `host`."""
+    """Return the square of the value of the 0-D tensor `number`, read from `host`."""
     (value,) = host[id(number)]
     return value * value

@@ -1,7 +1,7 @@
 """The monitor of the error-bound policy: it compares gradients with exact ones, and warns if they exceed the bound.
 
-For this the probe keeps the exact values of some saved tensors, and computes the gradients from these values too. The
-exact values take memory, so each measurement includes a few tensors (slots) only, in turn.
+The probe keeps the exact values of some saved tensors, and computes the gradients from these values too. This takes
+memory, so each measurement includes a few slots only, in turn.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ Slots = Mapping[tuple[str, int], TensorEstimate]
 
 
 def turn_of(slots: Slots, start: int, exact: Container) -> list[tuple[str, int]]:
-    """Return the saved tensors (slots) that the next measurement compares with exact values.
-
-    The exact values of these slots together take no more memory than those of the largest slot.
+    """Return the slots that the next measurement compares; their exact values take no more memory than the largest slot's.
 
     Args:
         slots: the knowledge of all slots.
@@ -47,10 +45,7 @@ def turn_of(slots: Slots, start: int, exact: Container) -> list[tuple[str, int]]
 def next_start(
     turn: list[tuple[str, int]], start: int, before: Slots, now: Slots, seen: Container
 ) -> int:
-    """Return the position of the saved tensor (slot) with which the monitor's next measurement begins.
-
-    If the forward pass did not reach a slot, for example because the slot belongs to another module of the model, the
-    next measurement begins with this slot.
+    """Return the position of the slot with which the monitor's next measurement begins: the first that was not reached.
 
     Args:
         turn: the slots that the latest measurement was to compare, from `turn_of`.
@@ -68,29 +63,17 @@ def next_start(
 
 
 def total_ratio(slots: Slots, exact: Container) -> float | None:
-    """Return E|g^|^2 / E|g|^2 over all saved tensors (slots); None before the first measurement.
+    """Return E|g^|^2 / E|g|^2 over all slots; None before the first measurement.
 
-    g^ are the gradients as computed, and g the gradients from exact values. If gradients of parameters were measured,
-    only these gradients count. Slots that are saved exactly contribute as if g^ = g.
-
-    Args:
-        slots: the knowledge of all slots.
-        exact: the slots that are saved exactly.
+    If gradients of parameters were measured, only these count. Slots in `exact`, which are saved exactly, contribute as
+    if g^ = g.
     """
     of_parameters, of_all = _totals(slots, exact)
     return ratio_of(of_parameters if of_parameters.exact2 > 0 else of_all)
 
 
 def is_exceeded(slots: Slots, exact: Container, limit: float) -> bool:
-    """Return whether `total_ratio` is above the limit by more than three standard errors.
-
-    Rounding is random, so the ratio may be above the limit by chance.
-
-    Args:
-        slots: the knowledge of all slots.
-        exact: the slots that are saved exactly.
-        limit: the largest ratio that the bound allows.
-    """
+    """Return whether `total_ratio` is above the limit by more than three standard errors, and so not by chance."""
     of_parameters = _totals(slots, exact)[0].exact2 > 0
     means, squares = zip(
         *(slot.excess(limit, of_parameters, name in exact) for name, slot in slots.items()),

@@ -1,16 +1,7 @@
 """The result of a probe of the error-bound policy, in one process or merged over several.
 
-A slot is a tensor that a layer saves in every forward pass. The result has the errors of each slot, and a constraint
-D <= e2 V^2 for each gradient that depends on the slot. V^2 is the squared norm of the gradient, and D is its squared
-error as a function of the slot's error. e2 is the number that the user gives to `ErrorBound`. Each gradient has a
-label: the name of the input or parameter whose gradient it is, such as "weight".
-
-Processes that train together round independently, so squared errors add up. When constraints of several processes are
-merged, each coefficient of D becomes the root of the sum of its squares over the processes. By Minkowski's inequality
-the merged D is an upper bound of the sum of all D.
-
-Bits are divided among the samples of a tensor. If there are more than SPREAD (16) samples, the samples are divided into
-SPREAD parts of nearly equal size, and the result has one number for each part instead of one for each sample.
+Processes round independently, so squared errors add up: each coefficient of a merged D is the root of the sum of its
+squares, which by Minkowski's inequality gives an upper bound of the sum of all D.
 """
 
 from __future__ import annotations
@@ -38,7 +29,7 @@ EXPECTED, MEASURED = "in expectation", "measured"
 
 
 def merged_kind(kinds: list[str]) -> str:
-    """Return the kind of the constraint that several are merged to: MEASURED if one of `kinds` is, else EXPECTED."""
+    """Return the kind of the constraint that several are merged to."""
     return MEASURED if MEASURED in kinds else EXPECTED
 
 
@@ -46,13 +37,12 @@ def merged_kind(kinds: list[str]) -> str:
 class GradientConstraint(Record):
     """A constraint D <= e2 V^2 on the squared error D of one gradient, as a limit of the error of one slot.
 
-    A slot is a saved tensor of a layer. D = (first dx + second dx^2)^2, where dx^2 is the mean squared error of the
-    slot's elements. If a gradient depends on several slots, its allowed error is divided equally among the slots: D is
-    multiplied by the number of slots.
+    D = (first dx + second dx^2)^2, where dx^2 is the mean squared error of the slot's elements. If a gradient depends
+    on several slots, D is multiplied by their number, which divides the allowed error equally.
 
     Args:
-        label: the name of the gradient: "weight", "input", "query" ... If the gradient is that of another layer than
-            the one that saved the slot, the other layer's name comes first ("block.q_proj: weight").
+        label: the name of the input or parameter whose gradient it is, such as "weight", after the name of the layer if
+            another layer saved the slot ("block.q_proj: weight").
         kind: EXPECTED if D follows from a formula, MEASURED if D was measured.
         v2: V^2, the squared norm of the gradient without errors, summed over the calls of the layer.
         first: the coefficient of dx.
@@ -69,7 +59,7 @@ class GradientConstraint(Record):
 class MonitoredNorms(NamedTuple):
     """The squared norms of one gradient: `hat2` with the errors of saved tensors, `exact2` from their exact values.
 
-    The two computations start from the same gradient of the layer's result.
+    Both start from the same gradient of the layer's result.
     """
 
     label: str
@@ -78,19 +68,19 @@ class MonitoredNorms(NamedTuple):
 
 
 def merge_constraints(values: list[Iterable[GradientConstraint]]) -> tuple:
-    """Merge the constraints of all processes on the error of one tensor. Constraints with the same label become one."""
+    """Merge the constraints of all processes on the error of one tensor, by label."""
     return tuple(merge_by_key([by_label(constraints) for constraints in values]).values())
 
 
 def merge_monitored(values: list[Iterable[MonitoredNorms]]) -> tuple:
-    """Merge the squared norms of all processes: add the squared norms of gradients with the same label."""
+    """Add the squared norms of all processes, by label."""
     sums = [sums_by_label(norms).values() for norms in values]
     return tuple(sums_by_label(norms for process in sums for norms in process).values())
 
 
 @dataclass(frozen=True)
 class TensorNorms(Record):
-    """The measurements of one saved tensor of a layer (a slot) in one forward and backward pass.
+    """The measurements of one slot in one forward and backward pass.
 
     Args:
         name: the layer's name.
@@ -99,16 +89,13 @@ class TensorNorms(Record):
         is_fixed: whether the user gave these bits.
         elements: the number of elements of all tensors of the slot.
         samples: the number of samples among which the bits are divided; 0 if all samples have the same bits.
-        squares: SPREAD (16) numbers in rising order, from which the samples' bits follow. The variance of rounding a
-            sample is proportional to its number (`quantizer_ops.squares`). If there are more than SPREAD samples, the
-            samples are divided into SPREAD parts of nearly equal size, and each number is the mean of a part. If there are fewer
-            samples, zeros follow. If `samples` is 0, the first number is the sum for the whole tensor, and the others
-            are 0.
+        squares: the `squares` of the samples in rising order, cut into SPREAD (16) parts of nearly equal size: the mean
+            of each part, then zeros. If `samples` is 0, the first number is the sum for the whole tensor.
         error2: the mean squared error of the elements.
         dtype_bytes: the bytes of an element if it is saved exactly.
         constraints: the constraints of the gradients that depend on the slot; none if no gradient was computed.
         channel_weights: 1 / dx*^2 of each channel (dimension 1), scaled to mean 1, where dx*^2 is the mean squared
-            error that the constraints allow. None if there are no channels, or if all channels have the same weight.
+            error that the constraints allow; None if there are no channels, or if all have the same weight.
         is_known: whether all gradients that depend on the slot were measured.
         monitored: the squared norms of gradients that were also computed from exact values.
         quantizer: the kind of the copies that the group quantizer makes for the slot.
@@ -173,7 +160,7 @@ class ProbeResult(Record):
 
 
 def by_label(constraints: Iterable[GradientConstraint]) -> dict[str, GradientConstraint]:
-    """Return the constraints by label. Several constraints with the same label become one that implies all of them."""
+    """Return the constraints by label. Several with the same label become one that implies all of them."""
     found: dict[str, list[GradientConstraint]] = {}
     for constraint in constraints:
         found.setdefault(constraint.label, []).append(constraint)
@@ -181,11 +168,7 @@ def by_label(constraints: Iterable[GradientConstraint]) -> dict[str, GradientCon
 
 
 def sums_by_label(monitored: Iterable[MonitoredNorms]) -> dict[str, MonitoredNorms]:
-    """Return the squared norms by label.
-
-    If a layer is called several times, its gradients in these calls have the same label, and their squared norms are
-    added.
-    """
+    """Return the squared norms by label; those of several calls of a layer are added."""
     found = {}
     for label, hat2, exact2 in monitored:
         before = found.get(label, MonitoredNorms(label, 0.0, 0.0))

@@ -1,9 +1,7 @@
 """The policy of `ErrorBound`: the fewest bits with which the error of each gradient stays within a bound.
 
-A slot is a tensor that a layer saves in every forward pass, and dx^2 is the mean squared error of its elements. In some
-steps an `ErrorBoundProbe` measures, for every gradient that depends on a slot, the squared norm V^2 and the squared
-error D as a function of dx. The user chooses the number e2. As in the paper AC-GC, the equation D = e2 V^2 gives dx*,
-the error that this gradient allows. The smallest dx* of the gradients that depend on a slot determines the slot's bits
+In some steps an `ErrorBoundProbe` measures, for every gradient that depends on a slot, V^2 and D
+(`GradientConstraint`). As in the paper AC-GC, D = e2 V^2 gives dx*, and the smallest dx* determines the slot's bits
 until the next measurement (docs/guides/error_bound.md).
 """
 
@@ -71,7 +69,7 @@ class ErrorBoundPolicy(ProbingPolicy):
 
     @property
     def limit(self) -> float:
-        """1 + e2: the largest allowed E|g^|^2 / E|g|^2, for gradients g^ with errors and exact gradients g."""
+        """1 + e2: the largest allowed E|g^|^2 / E|g|^2."""
         return 1.0 + self.bound.e2
 
     @property
@@ -80,10 +78,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         return monitor.total_ratio(self.knowledge.slots, self._exact())
 
     def tables(self, model, ended: str) -> dict:
-        """Return {"bounds": table of the allowed errors, "allocation": table without rows, whose text names "bounds"}.
-
-        `BitPolicy.tables` explains the arguments.
-        """
+        """Return {"bounds": table of the allowed errors, "allocation": table without rows}; see `BitPolicy.tables`."""
         empty = "no bounds found yet: that comes after the first steps of training, with gradients that are finite"
         unobserved = self.unobserved_layers(model)
         return {
@@ -113,7 +108,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         assignment.rounds_up = True
 
     def monitored(self) -> list[tuple[str, int]]:
-        """Return the saved tensors (slots) for which the next probe also computes gradients from exact values."""
+        """Return the slots for which the next probe also computes gradients from exact values."""
         return monitor.turn_of(self.knowledge.slots, self.knowledge.next, self._exact())
 
     def _exact(self) -> set[tuple[str, int]]:
@@ -121,7 +116,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         return {name for name, codec in self._codecs.items() if isinstance(codec, ExactCodec)}
 
     def codec_of(self, name: tuple[str, int]):
-        """Return the codec of a saved tensor (slot), or None if the group quantizer saves the tensor."""
+        """Return the codec of a slot, or None if the group quantizer saves the tensor."""
         return self._codecs.get(name)
 
     # -- Learning --------------------------------------------------------------------------------------------
@@ -156,7 +151,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         return BoundKnowledge(slots, activations, following, known.has_warned)
 
     def adopt(self, knowledge: BoundKnowledge) -> None:
-        """Set `self.knowledge`, and choose bits, codecs and tables from this knowledge."""
+        """Set `self.knowledge`, and choose bits, codecs and tables from it."""
         choices = choose(knowledge, self.bound, self.given)
         self.knowledge = knowledge
         self.choices, self.activations = choices.slots, choices.activations
@@ -204,8 +199,8 @@ class ErrorBoundPolicy(ProbingPolicy):
     def fit(self, knowledge: BoundKnowledge, settings: Mapping) -> BoundKnowledge:
         """Return the part of the knowledge in a controller's state that is of use to this policy.
 
-        Activations whose bits this policy neither chooses nor checks are left out. If the state has other settings, the
-        measurements of the monitor are left out too, because they were made with other bits.
+        Activations whose bits this policy neither chooses nor checks are left out, and under other settings the
+        measurements of the monitor, because they were made with other bits.
         """
         self._check_slots(knowledge)
         if settings.get("by_channel") != self.bound.by_channel:

@@ -1,20 +1,7 @@
-"""The probe of the error-bound policy: it measures what AC-GC's bounds need, in one backward pass.
+"""The probe of the error-bound policy: it measures V^2 and D of each gradient (`GradientConstraint`) in one backward pass.
 
-Rounding a saved tensor adds D to the squared error of a gradient that a layer computes from the tensor. The bound
-allows D <= e2 V^2, where V^2 is the squared norm of the exact gradient and e2 is the number that the user gives to
-`ErrorBound` (docs/concepts/theory/ac_gc.md). For the gradients of each layer the probe finds V^2 and D:
-
-- For most layers D follows from formulas (`runtime/probes/gradient_errors.py`), with norms of tensors that the backward pass has
-  anyway.
-- For other layers D is measured. The layer's backward runs again, with noise added to one of its dequantized tensors.
-  The variance of the noise is that of the tensor's present errors or that of rounding to 8 bits, whichever is larger.
-
-The gradients of this backward pass have errors. The squared norm of a gradient therefore contains, on average, the D of
-the present errors. The probe subtracts this D to find V^2.
-
-For a few tensors the probe also keeps the exact values, and runs the backward of their layers again with exact values.
-Let g be the gradient from this run, and g^ the gradient with errors. Both runs start from the same gradient of the
-layer's output, so the ratio |g^|^2 / |g|^2 contains no errors of other layers.
+For most layers D follows from formulas (`runtime/probes/gradient_errors.py`). For others the layer's backward runs
+again, with noise added to one of its dequantized tensors.
 """
 
 from __future__ import annotations
@@ -70,12 +57,15 @@ class _Rounding:
 class ErrorBoundProbe(VarianceProbe):
     """The object that measures one forward pass and its backward pass for the error-bound policy.
 
-    The probe never raises an exception. For a layer whose gradients are not ordinary dense tensors there is no result.
+    The squared norm of a measured gradient contains, on average, the D of the present errors, which the probe subtracts
+    to find V^2. For monitored slots it also runs the layer's backward with exact values, from the same gradient of the
+    layer's output, so the ratio |g^|^2 / |g|^2 contains no errors of other layers. The probe never raises an exception.
+    For a layer whose gradients are not ordinary dense tensors there is no result.
 
     Args:
         seed: the seed of the noise.
-        monitored: the saved tensors (slots) whose exact values are kept until the backward pass has ended or failed, or
-            until the graph is freed.
+        monitored: the slots whose exact values are kept until the backward pass has ended or failed, or until the graph
+            is freed.
     """
 
     def __init__(self, seed: int, monitored: frozenset[tuple[str, int]] = frozenset()):
@@ -92,6 +82,8 @@ class ErrorBoundProbe(VarianceProbe):
 
     def record_rounding(self, slot: TensorSlot, record: QuantizationRecord) -> _Rounding | None:
         """Measure the rounding errors of a saved tensor.
+
+        The deviation of the noise is that of the present errors or that of rounding to 8 bits, whichever is larger.
 
         Args:
             slot: the tensor's slot, with the name and the bits.
@@ -135,16 +127,7 @@ class ErrorBoundProbe(VarianceProbe):
                 self._passes[number] = sizes
 
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
-        """Measure the gradients of one layer in its backward pass.
-
-        Args:
-            number: the number that this probe gave to the layer's node of the autograd graph.
-            backward: the layer's backward function.
-            context: the context of the layer's autograd Function.
-            grads: the gradients of the layer's results.
-            results: the gradients that `backward` returned for the layer's inputs.
-            slots: the slots whose tensors `backward` dequantized.
-        """
+        """Measure the gradients of one layer in its backward pass; see `VarianceProbe.probe`."""
         self._begins()
         results = _as_tuple(results)
         if not self._is_open or not _are_dense((*grads, *results)):
@@ -169,14 +152,7 @@ class ErrorBoundProbe(VarianceProbe):
         self._found[number] = found
 
     def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int, errors) -> torch.Tensor:
-        """Return random noise to add to dequantized values: float32 in the shape of `rows`.
-
-        Args:
-            rows: the dequantized values, (samples, features).
-            slot: the slot of the values. Its `MeasuredTensor.deviation` is the noise's standard deviation.
-            level: not used.
-            errors: not used.
-        """
+        """Return random noise to add to dequantized values: float32 in the shape of `rows`, with the slot's deviation."""
         deviation = slot.rounding.tensor.deviation
         return self._uniform(rows).sub_(0.5).mul_(math.sqrt(12.0) * deviation)
 
@@ -297,13 +273,7 @@ def _gradient(
 
 
 def _measured(results, noisy, tensor: MeasuredTensor) -> list[GradientError]:
-    """Return the error model of each gradient of a layer, from the gradient's change by noise in a saved tensor.
-
-    Args:
-        results: the gradients of the layer's inputs.
-        noisy: the same gradients, computed with noise in the saved tensor.
-        tensor: the measurements of the saved tensor, with the standard deviation of the noise.
-    """
+    """Return the error model of each gradient of a layer, from its change by noise in a saved tensor."""
     parts = []
     for place, (clean, other) in enumerate(zip(results, noisy, strict=True)):
         if clean is not None and other is not None:

@@ -1,10 +1,7 @@
 """The bits that an activation's table needs so that the table's largest error is within a bound.
 
-Section 8 of docs/concepts/theory/ac_gc.md derives the bound. The gradient of an activation's input x is f'(x) g, where f' is the
-activation's derivative and g is the gradient of its result. A table approximates f' by a step function q with few
-values, and the saved codes say which value each element has. The error of q is the same in every step of the training
-and does not average out, so only a worst-case bound holds. The default table of a function is the table that fewbit
-uses if the user gives none.
+The error of the step function q that replaces f' is the same in every step and does not average out, so only a
+worst-case bound holds (docs/concepts/theory/ac_gc.md, section 8).
 """
 
 from __future__ import annotations
@@ -26,17 +23,14 @@ from fewbit.table import Table
 
 
 def least_bits(function: str, parameters: tuple[float, ...], allowed: float) -> int | None:
-    """Return the fewest bits with which the largest error of a function's default table is at most `allowed`.
+    """Return the fewest bits with which the largest error of a function's default table is at most `allowed`, or None.
 
     Tables that are not part of the package are solved when they are first needed.
 
     Args:
         function: a name in `fewbit.functions`.
         parameters: the function's parameters.
-        allowed: the largest |q - f'| that is allowed, where q is the table's step function in place of f'.
-
-    Returns:
-        The bits, or None if 8 bits are not enough.
+        allowed: the largest |q - f'| that is allowed.
     """
     for bits in range(MIN_BITS, MAX_BITS + 1):
         if table_error(function, parameters, bits) <= allowed:
@@ -46,7 +40,7 @@ def least_bits(function: str, parameters: tuple[float, ...], allowed: float) -> 
 
 @lru_cache(maxsize=1024)
 def table_error(function: str, parameters: tuple[float, ...], bits: int) -> float:
-    """Return max |q - f'| over the domain of a function's default table, where q is the table's step function."""
+    """Return max |q - f'| over the domain of a function's default table."""
     names = functions.get(function).parameters
     given = dict(zip(names, parameters, strict=True))
     table = store.load_table(function, bits, parameters=given, **DEFAULT)
@@ -64,9 +58,7 @@ def is_known(function: str, parameters: tuple[float, ...]) -> bool:
 
 
 def allowed_error(grad2: float, e2: float, v2: float) -> float:
-    """Return the largest error of an activation's table, max |q - f'| (not squared), that the bound allows.
-
-    With this error E, the squared error of the input's gradient is at most E^2 grad2 = e2 v2.
+    """Return the largest error E of an activation's table, max |q - f'|, that the bound allows: E^2 grad2 = e2 v2.
 
     Args:
         grad2: |g|^2, where g is the gradient of the activation's result.
@@ -80,13 +72,11 @@ def largest_table_error(table: Table, low: float, high: float) -> float:
     """Return max |q(x) - f'(x)| over low <= x <= high. The levels of q are rounded to float32, as at run time.
 
     Between breaks of q, kinks of f and extrema of f' the error is monotone, so its maximum is at one of these points.
-    Extrema are found as in the solver (docs/concepts/solver.md).
 
     Args:
-        table: the table of q. If the table is unbiased, q(x) is the worse of the two levels between which it draws at
-            random.
+        table: the table of q. If it is unbiased, q(x) is the worse of the two levels between which it draws.
         low: the lower end of the interval, which may lie outside the table's domain.
-        high: the upper end of the interval, which may lie outside the table's domain too.
+        high: the upper end of the interval.
 
     Raises:
         InputError: the interval is empty or infinite.

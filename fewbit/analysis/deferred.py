@@ -1,9 +1,7 @@
 """Quantizers that round in the backward pass, so that several backward passes can round the tensors of one forward.
 
-Rounding affects the tensors that the backward pass dequantizes, but nothing that the forward computes. A *deferred*
-quantizer therefore saves a tensor unchanged and rounds it when the backward pass asks for it. Each backward pass over
-the same graph may round the tensor with new random numbers, round it with the random numbers of an earlier pass, or
-leave it exact. `Noise` decides this. One set of random numbers for rounding is called a *draw*.
+Each backward pass over the same graph may round a tensor with new random numbers, with those of an earlier pass, or not
+at all. One set of random numbers for rounding is called a *draw*.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from fewbit.runtime.quantizers.spec import SavedTensors, map_affine
 class Noise:
     """Decides which tensors a backward pass rounds, and with which random numbers.
 
-    All tensors that one module saves of its inputs are called a context. They are rounded together or not at all. The
-    name of a context is the module's path.
+    All tensors that one module saves of its inputs are called a context, with the module's path as name. They are
+    rounded together or not at all.
 
     Args:
         seed: the seed of all random numbers.
@@ -49,11 +47,9 @@ class Noise:
 
     @contextmanager
     def drawn(self, draws: Mapping[str, object]):
-        """Return a context manager within which a backward pass rounds the given contexts.
+        """Round the contexts {name of a context: name of a draw} in backward passes within the block.
 
-        Args:
-            draws: {name of a context: name of a draw}. Other contexts stay exact. The name of a draw can be any object.
-                Names with the same repr give the same random numbers.
+        Names of draws with the same repr give the same random numbers.
         """
         self._draws, self._again = draws, {}
         try:
@@ -64,8 +60,7 @@ class Noise:
     def number_saved(self) -> tuple[str, int]:
         """Count a tensor that is saved now. Return (name of its context, its number in the context).
 
-        In the forward, the tensors of a context get the numbers 1, 2, 3 ... If a checkpoint recomputes tensors in a
-        backward pass, these tensors get the numbers -1, -2, -3 ... in every backward pass.
+        Tensors that a checkpoint recomputes in a backward pass get the numbers -1, -2, -3 ... in every backward pass.
         """
         path, sign = self.path(), 1 if self._draws is None else -1
         numbers = self.contexts if self._draws is None else self._again
@@ -73,12 +68,7 @@ class Noise:
         return path, sign * numbers[path]
 
     def seed_of(self, context: str, number: int) -> int | None:
-        """Return the int64 seed for rounding a tensor in the present backward pass, or None if the tensor stays exact.
-
-        Args:
-            context: the name of the tensor's context.
-            number: the tensor's number, as `number_saved` returned it.
-        """
+        """Return the int64 seed for rounding a tensor in the present backward pass, or None if the tensor stays exact."""
         draws = (self._draws or {}).get(context)
         if draws is None:
             return None
@@ -129,17 +119,7 @@ class DeferredQuantizer(Quantizer):
 class _Deferred(NamedTuple):
     """The spec of a tensor that is saved unchanged and rounded in the backward pass.
 
-    It has the interface of `QuantizedTensorSpec`. The tensor's number in its context (`Noise.number_saved`) is saved
-    beside the tensor and not in the spec, because one spec may dequantize several tensors.
-
-    Args:
-        quantizer: the quantizer that saved the tensor.
-        context: the name of the tensor's context.
-        is_normalized: whether the tensor is the normalized input of a norm layer.
-        kind: the kind of the copy.
-        size: the size of the tensor.
-        dtype: the dtype of the tensor.
-        features, slot, extra_bits: as in `Quantizer.quantize`.
+    The tensor's number is saved beside the tensor and not in the spec, because one spec may dequantize several tensors.
     """
 
     quantizer: DeferredQuantizer
@@ -157,13 +137,7 @@ class _Deferred(NamedTuple):
         return 2
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """Return the values of the tensor, rounded if the present backward pass rounds the tensor's context.
-
-        Args:
-            tensors: the exact tensor, and its number in its context as a 0-D tensor.
-            dtype: the dtype of the result; the tensor's dtype unless given.
-            affine: None, or (scale, shift, inner) to return values * scale + shift, as in `QuantizedTensorSpec`.
-        """
+        """Return the values of the tensor, rounded if the present backward pass rounds the tensor's context."""
         x, number = tensors
         seed = self.quantizer.noise.seed_of(self.context, number.item())
         values = x.clone() if seed is None else self._rounded(x, seed)
@@ -183,13 +157,7 @@ class _Deferred(NamedTuple):
 
 
 class _Seeded(Quantizer):
-    """A quantizer that rounds at once, with a given seed and with the settings of a deferred quantizer.
-
-    Args:
-        like: the deferred quantizer.
-        seed: the int64 seed.
-        kind: the kind of the copies.
-    """
+    """A quantizer that rounds at once, with a given seed and with the settings of a deferred quantizer."""
 
     def __init__(self, like: Quantizer, seed: int, kind: str):
         vars(self).update(vars(like), context=None, kind=kind, _given=seed)

@@ -1,9 +1,7 @@
 """The ratio E|g^|^2 / E|g|^2 of a compressed model's gradients g^ and exact gradients g, measured on given batches.
 
-g^ is random, because rounding is. E|g^|^2 is a mean over several passes with independent rounding, which are called
-draws. g is the gradient of a copy of the model that is not compressed. So the ratio shows the errors of all layers
-together, including their effect on the gradients of earlier layers. e2 is the argument of `ErrorBound`: the largest
-allowed squared error of a gradient, divided by the gradient's squared norm.
+E|g^|^2 is a mean over several passes with independent rounding, called draws, and g is the gradient of an uncompressed
+copy. So the ratio has the errors of all layers together.
 """
 
 from __future__ import annotations
@@ -47,14 +45,13 @@ class GradientRatio(Result):
     """The squared norm of a compressed model's gradient g^ relative to that of the exact gradient g.
 
     Attributes:
-        ratio: E|g^|^2 / E|g|^2 of all parameters, each summed over batches. `float(...)` of the result returns the
-            ratio too.
+        ratio: E|g^|^2 / E|g|^2 of all parameters, each summed over batches; also the result of `float(...)`.
         error: The standard error of the ratio, computed from the differences between draws.
         limit: 1 + e2 of the model's `ErrorBound`; None if the model has no such bound.
         by_module: {module's path: ratio of the module's own parameters}; NaN if their exact gradient is 0.
-        draws: The number of draws, that is, of passes over each batch with independent rounding.
-        relative_error: E|g^ - g|^2 / |g|^2 of all parameters. Every bias of g^ increases the relative error. The ratio,
-            in contrast, decreases if a bias makes gradients smaller.
+        draws: The number of passes over each batch with independent rounding.
+        relative_error: E|g^ - g|^2 / |g|^2 of all parameters. Every bias of g^ increases it, while a bias that makes
+            gradients smaller decreases the ratio.
         relative_by_module: {module's path: relative error of the module's own parameters}; NaN as in `by_module`.
     """
 
@@ -214,16 +211,7 @@ def gradient_ratio(
 def _of_batch(
     measured: Measured, exact: Measured, context: ForwardContext, batch, number, draws
 ) -> tuple:
-    """Measure one batch. Return |g|^2, (P,), |g^|^2, (draws, P), and |g^ - g|^2, (draws, P), for each of P modules.
-
-    Args:
-        measured: the compressed model.
-        exact: the model without compression.
-        context: the context of the compressed model, whose salt is changed to get independent rounding.
-        batch: the batch.
-        number: the number of the batch.
-        draws: the number of passes of the compressed model.
-    """
+    """Measure one batch. Return |g|^2, (P,), |g^|^2, (draws, P), and |g^ - g|^2, (draws, P), for each of P modules."""
     true = exact.gradient(batch, number)
     squares, errors = [], []
     for draw in range(draws):

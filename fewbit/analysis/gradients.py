@@ -1,7 +1,7 @@
 """Gradients of a copy of a model on given batches: checks of the user's arguments, passes, and squared norms.
 
-The parameters are divided into P groups, one for each module that owns parameters. A gradient is a list with a tensor
-for each parameter. The user's model and torch's random state do not change.
+The parameters are divided into P groups, one for each module that owns parameters. The user's model and torch's random
+state do not change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXPECTED_LOSS = "expected a function (model, batch) -> scalar tensor, as lambda 
 
 
 class Measured:
-    """A copy of the model whose gradients are measured.
+    """A copy of the model whose gradients, lists with a tensor for each parameter, are measured.
 
     Args:
         model: the copy.
@@ -40,7 +40,7 @@ class Measured:
         seed: the seed of dropout.
 
     Attributes:
-        groups: {path of a module: its own parameters that require grad}, as `groups_of` returns it.
+        groups: {path of a module: its own parameters that require grad}.
         parameters: the parameters of all groups.
     """
 
@@ -53,12 +53,7 @@ class Measured:
 
     @contextmanager
     def forward(self, batch, number: int):
-        """Return a context manager that runs a forward and yields the loss of the batch, with the graph.
-
-        Args:
-            batch: the batch.
-            number: the number of the batch. Dropout is the same in all passes with the same number.
-        """
+        """Run a forward and yield the loss of the batch, with the graph; dropout is the same for the same number."""
         modules, tensors = dict(self.model.named_modules()), tensors_of(batch)
         with unchanged(modules, tensors):
             devices = {tensor.device for tensor in (*self.parameters, *tensors)}
@@ -80,9 +75,7 @@ class Measured:
             ) from error
 
     def backward(self, value: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
-        """Return the gradients of `parameters` as a list, with zeros for a parameter that has no gradient.
-
-        The gradient of a complex parameter is viewed as real numbers, so that squared norms can be summed as usual.
+        """Return the gradients of `parameters`, with zeros for a parameter without gradient, and complex ones viewed as real.
 
         Args:
             value: the loss, a scalar tensor.
@@ -118,7 +111,7 @@ class Measured:
             return self.backward(value)
 
     def inner(self, a, b) -> np.ndarray:
-        """Return the inner product of two gradients, lists of tensors, for each of P modules: (P,) float64."""
+        """Return the inner product of two gradients, for each of P modules: (P,) float64."""
         products = [(x.double() * y.double()).sum() for x, y in zip(a, b, strict=True)]
         device = products[0].device  # a single transfer, also for a model on several devices
         products = iter(torch.stack([product.to(device) for product in products]).tolist())
@@ -135,21 +128,15 @@ def _as_real(x: torch.Tensor) -> torch.Tensor:
 
 
 def difference(a, b) -> list[torch.Tensor]:
-    """Return the difference a - b of two gradients, which are lists with a tensor for each parameter."""
+    """Return the difference a - b of two gradients."""
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
 def sampling(exact: Measured, parts) -> np.ndarray:
-    """Return half the squared norm of the difference between the gradients of two minibatches, for each pair.
+    """Return half the squared norm of the difference between the gradients of two minibatches, (pairs, P) float64.
 
-    The mean over pairs estimates the variance of the gradient between minibatches.
-
-    Args:
-        exact: the `Measured` of the model without compression.
-        parts: the minibatches. The first and the second are a pair, the third and the fourth, and so on.
-
-    Returns:
-        (pairs, P) float64, for each of P modules.
+    The mean over pairs, the first and second minibatch and so on, estimates the variance of the gradient between
+    minibatches.
     """
     pairs = []
     for first in range(0, len(parts) - 1, 2):
@@ -159,11 +146,7 @@ def sampling(exact: Measured, parts) -> np.ndarray:
 
 
 def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.ndarray, str]:
-    """Estimate the variance of the gradient between minibatches.
-
-    Several batches are compared with each other (`sampling`). A single batch is cut into chunks, which are compared
-    with each other. These estimates are divided by the number of chunks, because gradients of smaller batches vary
-    more.
+    """Estimate the variance of the gradient between batches, or between chunks of a single batch, divided by their number.
 
     Args:
         exact: the `Measured` of the model without compression.
@@ -234,8 +217,7 @@ def copied(model: nn.Module) -> nn.Module:
 def hint_of_forward(model: nn.Module) -> str:
     """Return a hint for a loss that does not depend on a copy of the model; "" if nothing is known about the cause.
 
-    A forward that is an attribute of a module, and not of its class, may refer to another module. In a copy, it then calls
-    the original. TRL's trainers give their models such a forward.
+    A forward that is an attribute of a module, as TRL's trainers set it, may call the original in place of the copy.
     """
     for path, module in model.named_modules():
         if "forward" in vars(module):
@@ -302,9 +284,8 @@ def check_count(name: str, value, least: int, even: bool = False) -> None:
 def batches_of(batch) -> list:
     """Return the list of batches that the user's argument stands for.
 
-    Args:
-        batch: a tensor, or a tuple or mapping of tensors, is one batch. Any other iterable contains several batches,
-            which must have the same size.
+    A tensor, or a tuple or mapping of tensors, is one batch. Any other iterable contains several batches of the same
+    size.
 
     Raises:
         InputError: `batch` is anything else, or has no samples.
@@ -331,11 +312,10 @@ def batches_of(batch) -> list:
 
 @contextmanager
 def explained(batch):
-    """Return a context manager that explains errors of the loss which a wrong argument `batch` may cause.
+    """Turn errors of the loss within the block that a wrong argument `batch` may cause into InputErrors.
 
-    A RuntimeError becomes an InputError, because torch raises RuntimeErrors for tensors of wrong shapes. If the user
-    gave a list [inputs, targets], the message suggests a tuple: data loaders return one batch as such a list, but a list
-    given to fewbit stands for several batches.
+    torch raises RuntimeErrors for tensors of wrong shapes. For a list [inputs, targets], which data loaders return as
+    one batch, the message suggests a tuple.
     """
     try:
         yield
@@ -378,10 +358,9 @@ def size_of(batch) -> int:
 
 
 def parts_of(batch, chunks: int) -> list:
-    """Cut a batch into `chunks` equal parts along dimension 0.
+    """Cut a batch into `chunks` equal parts along dimension 0, or raise InputError if it is not divisible.
 
-    A tensor whose dimension 0 is not the number of samples is contained in every part as a whole. Raise InputError if
-    the number of samples is not divisible by `chunks`.
+    Every part contains the whole of a tensor whose dimension 0 is not the number of samples.
     """
     size = size_of(batch)
     if size % chunks:

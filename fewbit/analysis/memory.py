@@ -1,7 +1,7 @@
 """The memory that training a model takes: the model, the bytes saved for backward, the largest batch (docs/results/memory.md).
 
 The formulas are those of appendix B of the paper Few-bit Backward (Novikov et al., ICML 2023), here called the paper.
-The saved bytes are counted in a forward on fake tensors, which have shapes but no memory.
+The saved bytes are counted in a forward on fake tensors.
 """
 
 from __future__ import annotations
@@ -88,10 +88,7 @@ class Measurement:
         return self.model in PAPER and own and self.size == size and not self.dropout
 
     def saved(self, bits: int | None) -> float:
-        """Return the saved bytes by the paper's formula: activations save `bits` bits per element instead of 32.
-
-        None stands for 32 bits.
-        """
+        """Return the saved bytes by the paper's formula: activations save `bits` bits per element; None stands for 32."""
         fraction = 1 if bits is None else bits / 32
         return self.activation_bytes - self.nonlinear_bytes * (1 - fraction)
 
@@ -103,8 +100,6 @@ class Measurement:
     def max_batch(self, saved: float, device_bytes: int) -> int:
         """Return the largest batch whose saved bytes fit on a device together with COPIES times the bytes of the model.
 
-        COPIES is 4: the parameters, the gradients and the two moments of Adam.
-
         Args:
             saved: The bytes that a forward with `batch` samples saves.
             device_bytes: The memory of the device in bytes.
@@ -113,10 +108,7 @@ class Measurement:
 
 
 def paper_activation(name):
-    """Return the activation with which the paper measured the model `name`.
-
-    This is "gelu" for a model with ReLU. None stands for the model's own activation.
-    """
+    """Return the activation with which the paper measured a model: "gelu" in place of ReLU, or None for the model's own."""
     return "gelu" if models.family(name).has_relu else None
 
 
@@ -284,7 +276,6 @@ class MemoryReport(Result):
         return View(title, columns, self.measurements, notes)
 
     def _one(self, measured: Measurement) -> View:
-        """Return the table of one model: a row for 32 bits, and a row for each number of bits in `bits`."""
         standard, first = measured.saved(None), self._batch(measured, None)
         printed = measured.like_paper and self.device_bytes == DEVICE_BYTES
 
@@ -385,11 +376,9 @@ def memory(
         image_size: The side of the images in pixels.
         sequence_length: The number of tokens, for models of text.
         batch: The number of samples in the measured forward.
-        activation: A key of ``fewbit.models.activations.FACTORIES``; None for the architecture's own activation. With
-            ``"paper"``, GELU replaces ReLU.
+        activation: As in `measure`.
         dropout: Whether dropout is on. In the paper it is off.
-        progress: None, or a function that is called as ``progress(what, done, total)`` before each measurement: with a
-            text that names the model, the number of models that are done, and the number of all models.
+        progress: None, or a function that is called as ``progress(what, done, total)`` before each measurement.
     """
     names = [models.resolve(name) for name in names or models.names()]
     names = list(dict.fromkeys(names))

@@ -1,8 +1,7 @@
-"""The meter, which counts the bytes that one forward saves for backward.
+"""The meter, which counts the bytes that one forward saves for backward, by module and by kind, such as "activation" or "mask".
 
-The bytes are counted by module and by kind, such as "activation" or "mask". A storage that several tensors use is
-counted once. Nothing is estimated: while the forward runs, a `Recorder` notes exactly the tensors that the backward
-pass would find.
+A storage that several tensors use is counted once. Nothing is estimated: a `Recorder` notes the tensors that the
+backward pass would find.
 """
 
 from __future__ import annotations
@@ -43,15 +42,14 @@ SPARSE_PARTS = {
 def saved_bytes(model: Callable, *inputs: Any, **kwargs: Any) -> SavedBytes:
     """Run ``model(*inputs, **kwargs)`` once, with gradients, and count the bytes that the forward saves for backward.
 
-    The model does not change: training flags and gradients stay the same, buffers and torch's random state are
-    restored, and hooks are removed. Parameters and inputs may be real, meta or fake tensors. A compiled model is
-    counted as one module. docs/guides/meter.md says what is counted.
+    The model does not change: buffers and torch's random state are restored. Parameters and inputs may be real, meta or
+    fake tensors. A compiled model is counted as one module. docs/guides/meter.md says what is counted.
 
     Args:
-        model: A torch.nn.Module, or any callable. If a callable refers to modules by its closure, globals or
-            attributes, bytes are counted for each of these modules.
-        *inputs: The arguments of the model. If the forward saves a slice of a larger tensor, the whole storage of that
-            tensor counts, because the slice keeps it alive. Pass a clone to count the slice alone.
+        model: A torch.nn.Module, or any callable. Bytes are counted for each module that a callable refers to by its
+            closure, globals or attributes.
+        *inputs: The arguments of the model. If the forward saves a slice of a larger tensor, the whole storage counts,
+            which the slice keeps alive. Pass a clone to count the slice alone.
         **kwargs: The keyword arguments of the model.
 
     Returns:
@@ -141,11 +139,9 @@ class _Storage:
     """One storage and the modules that saved it.
 
     Attributes:
-        kind: the kind of the storage, as in `Entry`.
-        bytes: the size of the storage.
-        views: {identity of a view: bytes of the view} of the tensors in the storage, see `_view`.
-        savers: {module that saved tensors in the storage: pairs (token, plain tensor) of these tensors}, in the order
-            of saving.
+        views: {identity of a view: bytes of the view} of the tensors in the storage.
+        savers: {module: pairs (token, plain tensor) of the tensors that it saved in the storage}, in the order of
+            saving.
     """
 
     kind: str
@@ -224,10 +220,7 @@ def identity_of(tensor) -> tuple[object, int]:
 
 
 def _view(tensor) -> tuple[object, int]:
-    """Return an object that identifies the elements of a tensor in its storage, and the bytes of these elements.
-
-    Elements that an expanded tensor repeats count once.
-    """
+    """Return an object that identifies the elements of a tensor in its storage, and their bytes; repeated elements count once."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return id(tensor), tensor.numel() * tensor.element_size()
     # The order of dimensions makes no difference. Dimensions of size 1 and expanded dimensions add no elements.

@@ -1,9 +1,4 @@
-"""The result of `fewbit.variance_profile`, which can be shown as a table, drawn as a heat map and saved as JSON.
-
-All tensors that one module saves of its inputs are called the module's *context*. A *term* is the variance that
-rounding one context adds to the gradient of one module's parameters, as in Theorem 3 of ActNN
-(docs/guides/variance_profile.md). A *draw* is one set of random numbers for the rounding.
-"""
+"""The result of `fewbit.variance_profile`, which can be shown as a table, drawn as a heat map and saved as JSON."""
 
 from __future__ import annotations
 
@@ -35,22 +30,21 @@ class VarianceProfile(Document):
     """The variance that rounding each of C contexts adds to the gradients of each of P modules.
 
     All tensors that one module saves of its inputs are called the module's context. The P modules are those that own
-    parameters. A variance of a module is summed over all elements of the module's parameters, in units of the gradient
-    squared. Arrays are float64 NumPy arrays. Each array has an array of standard errors, with the same shape and a name
-    that ends in `_error`. A standard error is NaN if there was only one measurement. `sampling_error` is computed from
-    the differences between minibatches. All other standard errors are computed from the differences between draws of
-    the rounding on the given batches.
+    parameters. A variance is summed over all elements of the module's parameters, in units of the gradient squared.
+    Each array, float64, has an array of standard errors with a name that ends in `_error`, NaN if there was only one
+    measurement: from the differences between minibatches for `sampling`, and between draws of the rounding for the
+    others.
 
     Attributes:
         model: The class name of the model.
-        contexts: The paths of the C modules whose saved tensors are rounded, in the order of the forward. The path ""
-            stands for the model itself.
+        contexts: The paths of the C modules whose saved tensors are rounded, in the order of the forward; "" for the
+            model itself.
         parameters: The paths of the P modules that own parameters which require grad, in the order of the forward.
-        terms: (C, P), the variance that rounding a context adds to a module's gradient.
+        terms: (C, P), the variance that rounding a context adds to a module's gradient (ActNN, Theorem 3).
         sampling: (P,), the variance of the exact gradient between minibatches.
-        direct: (P,), the variance that rounding all contexts at once adds, to compare with the sum of `terms` over contexts.
+        direct: (P,), the variance that rounding all contexts at once adds, to compare with the sum of `terms`.
         bias: (P,), the squared norm of the difference between the mean compressed gradient and the exact gradient. The
-            bias of few-bit activations is included. The estimate may be below 0, because only its expectation is exact.
+            estimate may be below 0, because only its expectation is exact.
         bits: The bits per element of quantized tensors.
         draws: The number of pairs of draws for each context and batch.
         batches: The number of batches.
@@ -82,7 +76,7 @@ class VarianceProfile(Document):
 
     @property
     def quantization_error(self) -> np.ndarray:
-        """The standard error of `quantization`, (P,). The errors of the terms are taken as independent."""
+        """The standard error of `quantization`, (P,), with the errors of the terms taken as independent."""
         return np.sqrt(np.square(self.terms_error).sum(0))
 
     def total(self) -> np.ndarray:
@@ -252,11 +246,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _draw_heat_map(figure, profile: VarianceProfile) -> None:
-    """Draw a heat map like figure 8 of ActNN: a row for each context, and a column for each module's gradient.
-
-    Rows and columns are in the order of the forward. The last row shows the variance between minibatches. Colors are
-    logarithmic, and white means no variance.
-    """
+    """Draw a heat map like figure 8 of ActNN: a row for each context, then `sampling`, and a column for each module's gradient."""
     from matplotlib.colors import LogNorm
 
     rows, columns = len(profile.contexts) + 2, len(profile.parameters)

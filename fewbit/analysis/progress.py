@@ -15,12 +15,12 @@ INTERVAL = 15.0
 class StepsProgress:
     """The progress of a measurement on standard error.
 
-    In a terminal or a notebook this is a bar, which appears after PATIENCE seconds. If standard error is a file or a pipe,
-    or if rich is not installed, a line is printed every INTERVAL seconds, such as `plan: 12 of 80 steps after 34 s`.
+    In a terminal or a notebook a bar appears after PATIENCE seconds. Otherwise, or without rich, a line is printed
+    every INTERVAL seconds, such as `plan: 12 of 80 steps after 34 s`.
 
     Args:
         name: The text beside the bar.
-        is_asked: Whether the user wants to see progress. If not, nothing is shown.
+        is_asked: Whether the user wants to see progress.
     """
 
     def __init__(self, name: str, is_asked: bool):
@@ -30,7 +30,7 @@ class StepsProgress:
 
     @contextmanager
     def shown(self):
-        """Return a context manager for the block that calls `step`. The bar disappears when the block ends."""
+        """Remove the bar when the block, which calls `step`, ends."""
         try:
             yield self
         finally:
@@ -38,11 +38,7 @@ class StepsProgress:
                 self._bar.stop()
 
     def step(self, of: int) -> None:
-        """Count one more step.
-
-        Args:
-            of: The number of steps in the whole measurement.
-        """
+        """Count one more step of `of` in the whole measurement."""
         self._done += 1
         seconds = time.monotonic() - self._started
         if not self._is_asked or seconds < PATIENCE:

@@ -32,15 +32,7 @@ class Reasons:
         self._everything = any(context.compressor is not None for context in contexts)
 
     def of(self, tokens: Sequence[Token], elements: int) -> str:
-        """Return the reason for a tensor that is neither packed nor a parameter nor a buffer.
-
-        Args:
-            tokens: the tokens of all tensors that were saved in the tensor's storage.
-            elements: the number of elements of the tensor.
-
-        Returns:
-            A text; "" if the model has no layers of fewbit.
-        """
+        """Return the reason for a storage that is neither packed nor a parameter nor a buffer; "" without layers of fewbit."""
         if not self._has_fewbit:
             return ""
         if elements < LEAST_ELEMENTS:

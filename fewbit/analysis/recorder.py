@@ -1,9 +1,7 @@
 """The recorder, which lists the tensors that autograd saves in a forward, and the modules that were running.
 
-Every tensor that autograd saves passes through a saved-tensor hook. The hook gives autograd a *token* to hold in place
-of the tensor. Autograd frees the token when it would free the tensor. So the tokens that exist after the forward stand
-for exactly the tensors that the backward pass would find. A tensor that was saved and freed again, as in a branch whose
-result is not used, is not counted.
+A saved-tensor hook gives autograd a *token* to hold in place of each tensor, which autograd frees when it would free
+the tensor. So the tokens that exist after the forward stand for exactly the tensors that the backward pass would find.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ class Token(Metered):
         origin: "leaf" if the tensor is a leaf that requires grad, or a view of one; "cast" if it is a copy of a leaf in
             another dtype; else "".
         node: the name of an autograd node that holds the token, "" if no such node is known.
-        has_fewbit_node: whether an autograd Function of fewbit, or one of its ops, has a node that holds the token.
+        has_fewbit_node: whether a node of an autograd Function or op of fewbit holds the token.
     """
 
     def __init__(self, tensor, place: Place):
@@ -77,7 +75,7 @@ class Recorder:
         outside: the place of tensors that are saved while no watched module runs.
 
     Attributes:
-        running: the places of the modules that are running, the innermost last; the first entry is `outside`.
+        running: `outside`, and the places of the modules that are running, the innermost last.
     """
 
     def __init__(self, outside: Place):
@@ -110,11 +108,7 @@ class Recorder:
 
     @contextmanager
     def watching(self, modules: dict[str, nn.Module]) -> Iterator[None]:
-        """Return a context manager that notes which of the modules are running inside the block.
-
-        Args:
-            modules: {path: module}, parents first.
-        """
+        """Note which of the modules {path: module}, parents first, are running inside the block."""
         watched = list(_outside_compiled(modules))
         compiled = [
             (module, vars(module).get("_compiled_call_impl"))
@@ -176,10 +170,7 @@ class Recorder:
 
 
 def _outside_compiled(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) of the modules that are not inside a compiled or scripted module.
-
-    A hook inside a compiled module would cause a recompilation.
-    """
+    """Yield (path, module) of the modules that are not inside a compiled or scripted one, where a hook would cause a recompilation."""
     inside: set[int] = set()
     for path, module in modules.items():
         if id(module) in inside:
@@ -193,7 +184,7 @@ def _outside_compiled(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.M
 
 
 def _origin(tensor) -> str:
-    """Return the origin of a saved tensor: "leaf", "cast" or "", as `Token` describes."""
+    """Return the origin of a saved tensor, as `Token` describes it."""
     base = tensor if tensor._base is None else tensor._base
     if base.requires_grad and base.is_leaf:
         return "leaf"
@@ -243,7 +234,7 @@ def is_fewbit_node(node) -> bool:
 
 
 def is_fewbit(model) -> bool:
-    """Return whether fewbit defines the class of a model. The model may be compiled."""
+    """Return whether fewbit defines the class of a model, which may be compiled."""
     return _is_fewbit_class(type(getattr(model, "_orig_mod", model)))
 
 

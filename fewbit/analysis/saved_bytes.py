@@ -54,7 +54,8 @@ class Entry:
         module: The dotted path of the innermost module that was running, "" for the model itself and for code outside
             of modules.
         module_type: The name of the module's class.
-        kind: activation, input, integer, mask, packed, range, statistic, cast, parameter or buffer (docs/guides/meter.md).
+        kind: activation, input, integer, mask, packed, range, statistic, cast, parameter or buffer
+            (docs/guides/meter.md).
         shape: The shape of the first saved tensor in this storage.
         dtype: The dtype of the first saved tensor.
         device: The device of the first saved tensor.
@@ -64,8 +65,7 @@ class Entry:
         node: The name of an autograd node that holds the storage, "" if no such node is known.
         first_saver: The earlier module that saved the storage, or None.
         shared_with: The modules that saved the storage later.
-        reason: Why a compressed model saves the storage in full, and the setting that would compress it. "" if the
-            storage is not in full, or if the model is not compressed.
+        reason: Why a compressed model saves the storage in full, and the setting that would compress it; else "".
     """
 
     module: str
@@ -107,17 +107,17 @@ class SavedBytes(Result):
 
     @property
     def parameters(self) -> int:
-        """The bytes of the parameters that were saved. They are not counted in `total`."""
+        """The bytes of saved parameters, which are not counted in `total`."""
         return self.by_kind().get("parameter", 0)
 
     @property
     def buffers(self) -> int:
-        """The bytes of the buffers that were saved. They are not counted in `total`."""
+        """The bytes of saved buffers, which are not counted in `total`."""
         return self.by_kind().get("buffer", 0)
 
     @property
     def inputs(self) -> int:
-        """The bytes of the model's own inputs that were saved. They are counted in `total`."""
+        """The bytes of the model's own inputs that were saved, which are counted in `total`."""
         return self.by_kind().get("input", 0)
 
     def by_module(self, depth: int | None = None) -> dict[str, int]:
@@ -125,7 +125,7 @@ class SavedBytes(Result):
 
         Args:
             depth: Cut paths to this number of parts, so that a module includes the modules inside it. If None, each
-                module counts alone, without its submodules.
+                module counts alone.
 
         Raises:
             FewbitError: `depth` is neither None nor an integer of at least 0.
@@ -139,7 +139,7 @@ class SavedBytes(Result):
         return _sums(self.kept, lambda entry: entry.module_type)
 
     def by_kind(self) -> dict[str, int]:
-        """Return {kind: bytes}, largest first. Parameters and buffers are included, so the sum may be above `total`."""
+        """Return {kind: bytes}, largest first, with parameters and buffers, so the sum may be above `total`."""
         return _sums(self.entries, lambda entry: entry.kind)
 
     def left_in_full(self) -> tuple[Entry, ...]:
@@ -247,15 +247,14 @@ class SavedBytes(Result):
         Args:
             path: Also save the figure in this file, whose name ends in .png or .svg.
             by: "module_type" or "module": what each bar stands for.
-            depth: With by="module", cut module paths to this number of parts, as `by_module` does.
+            depth: With by="module", cut module paths to this number of parts.
             force: Replace the file if it exists.
 
         Returns:
             The matplotlib Figure.
 
         Raises:
-            FewbitError: `by` is neither "module_type" nor "module", the file's name ends in neither .png nor .svg, or
-                matplotlib is not installed.
+            FewbitError: `by` or the ending of the file's name is none of these, or matplotlib is not installed.
             OutputExistsError: The file exists and `force` is false.
         """
         if by not in ("module_type", "module"):
@@ -294,11 +293,7 @@ class Row(NamedTuple):
 
     Attributes:
         module: The paths of the modules in one text, with * for numbers that differ.
-        module_type: The name of the modules' class.
         count: The number of storages.
-        kind: The kind of the storages.
-        shape: The shape of the first saved tensor in a storage, as text.
-        dtype: The dtype of this tensor.
         bytes: The bytes of all storages of the row.
     """
 
@@ -312,10 +307,7 @@ class Row(NamedTuple):
 
 
 def rows(entries: Iterable[Entry]) -> list[Row]:
-    """Return the rows of the table, largest first: equal storages of similar modules are put in one row (`Row`).
-
-    Entries of 0 bytes are left out.
-    """
+    """Return the rows of the table, largest first, without entries of 0 bytes."""
     groups = defaultdict(list)
     for entry in entries:
         if entry.bytes:

@@ -1,7 +1,6 @@
-"""The step meter, which counts the bytes that a training step has saved when its backward pass begins.
+"""The step meter, which counts the bytes that a step of the user's training has saved when its backward pass begins.
 
-`fewbit.saved_bytes` runs a forward pass of its own. The step meter watches a step of the user's training instead. It
-costs one call of a Python function for each saved tensor, and it also counts what a loss outside of the model saves.
+It costs one call of a Python function for each saved tensor, and also counts what a loss outside of the model saves.
 """
 
 from __future__ import annotations
@@ -38,11 +37,10 @@ class _Held(Token):
 
 
 class StepMeter:
-    """Counts the bytes that are saved when a backward pass begins.
+    """Counts the bytes that are saved when the first backward pass of a step begins.
 
     Call `begin` before the forward passes of a step, and `end` after its backward passes. The gradients stay the same,
-    to the bit. If a step has several backward passes, the first one counts. Tensors for which other saved-tensor hooks
-    inside the step are called are not counted, such as those that `save_on_cpu` moves.
+    to the bit. Tensors for which other saved-tensor hooks inside the step are called are not counted.
 
     Attributes:
         total: the bytes of the latest step in which something was counted; None before.
@@ -60,11 +58,7 @@ class StepMeter:
         return type(self), ()
 
     def begin(self, model: nn.Module) -> None:
-        """Watch the tensors that autograd saves in this thread.
-
-        Args:
-            model: the model, whose parameters and buffers are not counted.
-        """
+        """Watch the tensors that autograd saves in this thread, apart from the model's parameters and buffers."""
         self.end()
         abandoned = getattr(_running, "meter", None)
         if abandoned is not None:

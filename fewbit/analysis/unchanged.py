@@ -16,11 +16,7 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 
 
 def alone(value):
-    """Return a copy of the value if it is a tensor in a larger storage, else the value itself.
-
-    The copy has a storage of its own. The meter counts whole storages, so without the copy it would count the whole
-    larger storage.
-    """
+    """Return a clone of a tensor in a larger storage, which the meter would count, else the value itself."""
     if not is_plain(value) or not layout.is_part(value):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
@@ -28,11 +24,9 @@ def alone(value):
 
 @contextmanager
 def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
-    """Return a context manager that restores buffers and torch's random state when the block ends or raises.
+    """Restore buffers of {path: module}, and torch's random state, when the block ends or raises.
 
-    Args:
-        modules: {path: module} of the modules whose buffers may change.
-        inputs: tensors. The random state of their devices is restored too.
+    The random state of the devices of the tensors in `inputs` is restored too.
     """
     with _disable_current_modes():  # buffers are real tensors under a fake mode too
         buffers = [
@@ -62,10 +56,7 @@ def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
 
 
 def _copy(buffer):
-    """Return a copy of a buffer, or None if it need not be restored.
-
-    Meta and fake buffers have no memory. No layer writes to buffers that are not strided.
-    """
+    """Return a copy of a buffer, or None if it need not be restored, as without memory, or with another layout, in which no layer writes."""
     if buffer is None or buffer.is_meta or isinstance(buffer, FakeTensor):
         return None
     return buffer.detach().clone() if buffer.layout == torch.strided else None

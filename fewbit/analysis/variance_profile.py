@@ -1,23 +1,9 @@
 """The variance profile, which shows how much variance each saved tensor adds to the gradients of a compressed model.
 
-Theorem 3 of ActNN (long version) splits the variance of the gradient of a parameter theta:
-
-    Var[grad^ theta] = Var[grad theta] + sum over m of E[ Var[ G^(theta ~ m)(grad^ H(m), C^(m)) | grad^ H(m) ] ]
-
-C(m) is the context of module m: all tensors that m saves of its inputs. H(m) is the output of m. The hat marks values
-with rounding errors, and G^(theta ~ m) is the backward computation from m down to theta. The term of m is the variance
-that rounding the context of m adds, while the gradient that arrives at m has the rounding errors of the modules that
-run after m in the forward, and the contexts of the modules before m are exact.
-
-Every term is measured. A *draw* is one set of random numbers for the rounding. Two draws of the context of m, with all
-else equal, give two gradients. Half the squared norm of their difference has the term of m as its mean. Two draws of
-all contexts at once give the "direct" variance, which must agree with the sum of the terms. Var[grad theta], called the
-sampling variance, is measured in the same way, with two minibatches in place of two draws. Appendix C.2 and figure 8 of
-the paper show the profile of a ResNet-50.
-
-One forward serves all passes over a batch (`deferred.py`). The theorem assumes that the rounded backward pass is
-unbiased. This holds for layers whose backward is linear in the tensors that they save. For other layers
-(docs/concepts/layers.md), the direct variance and the sum differ by an amount of the order of the bias.
+Every term of ActNN's Theorem 3 (long version, section 3.4; docs/guides/variance_profile.md) is measured: two draws of
+the context of one module, with those of later modules drawn once and those of earlier ones exact, give two gradients,
+and half the squared norm of their difference has the term as its mean. One forward serves all passes over a batch
+(`deferred.py`).
 """
 
 from __future__ import annotations
@@ -72,17 +58,16 @@ def variance_profile(
 ) -> VarianceProfile:
     """Measure how much variance rounding each module's saved tensors adds to the gradients of each module.
 
-    These variances are the terms of ActNN's Theorem 3 (long version, section 3.4; docs/guides/variance_profile.md). All
-    tensors that one module saves of its inputs are called the module's context. The model and torch's random state do
-    not change. The measurement takes the memory of two copies of the model. With C contexts, it runs about 2 * draws *
-    (C + 1) backward passes for each batch. Few-bit activations are compressed in these passes too. These activations
-    add no variance, because they do not round at random.
+    These variances are the terms of ActNN's Theorem 3 (long version, section 3.4; docs/guides/variance_profile.md). The
+    model and torch's random state do not change. The measurement takes the memory of two copies of the model. With C
+    contexts, it runs about 2 * draws * (C + 1) backward passes for each batch. Few-bit activations do not round at
+    random, and add no variance.
 
     Args:
         model: A model in training mode. It may already be compressed.
-        batch: A tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or any other iterable,
-            contains several batches. If the model has batch norm, give several batches. Otherwise `sampling` is too
-            large, often by much, because the parts into which a single batch is cut have batch statistics of their own.
+        batch: A tensor, or a tuple or mapping of tensors, with samples in dimension 0. Any other iterable contains
+            several batches, which a model with batch norm needs: parts of a single batch have statistics of their own,
+            which make `sampling` too large.
         loss: A function that is called as ``loss(model, batch)`` with a copy of the model. It returns a scalar tensor,
             a mean over the samples, for example ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
         bits: Bits per element of quantized tensors, a whole number from 1 to 8. Layers that `compress_` has converted
@@ -92,12 +77,11 @@ def variance_profile(
         exclude: The modules that are not converted, as for `fewbit.compress_`.
         overrides: Settings of single modules, as for `fewbit.compress_`.
         draws: The number of pairs of backward passes with independent rounding, for each context and batch; at least 2.
-        chunks: The number of equal parts of a single batch, an even number of at least 4. The variance of their
-            gradients, divided by `chunks`, gives the result's `sampling`. If there are several batches, `sampling` is
-            the variance between the batches, and `chunks` has no effect.
+        chunks: The number of equal parts of a single batch, an even number of at least 4, whose gradients give
+            `sampling`. Several batches are compared with each other instead.
         seed: The seed of the rounding, and of dropout, which is the same in all passes over a batch.
-        progress: Whether to show a bar on standard error if the measurement takes longer than two seconds. If standard
-            error is a file or a pipe, a line is printed every 15 seconds instead.
+        progress: Whether to show a bar on standard error if the measurement takes longer than two seconds, or a line
+            every 15 seconds if standard error is no terminal.
 
     Returns:
         The profile: the variances with standard errors, the variance between minibatches, and the bias.
@@ -156,11 +140,7 @@ def variance_profile(
 
 @dataclass(frozen=True)
 class _Deferring(ResolvedSettings):
-    """Settings of `compress_` that make deferred quantizers, which round in the backward pass.
-
-    Args:
-        noise: the `Noise` that decides what these quantizers round.
-    """
+    """Settings of `compress_` that make deferred quantizers, for which `noise` decides what they round."""
 
     noise: Noise | None = None
 
@@ -169,11 +149,7 @@ class _Deferring(ResolvedSettings):
 
 
 class _Recorder(Recorder):
-    """A recorder that also notes when modules were first called.
-
-    Attributes:
-        called: {path: number of contexts that existed before the module's first call}.
-    """
+    """A recorder with {path: number of contexts that existed before the module's first call} in `called`."""
 
     def __init__(self, noise: Noise):
         super().__init__(Place("", "", False))
@@ -194,11 +170,7 @@ class _Measured(Measured):
         self._recorder = _Recorder(self.noise)
 
     def order(self) -> list[int]:
-        """Return the indices of the modules in `groups`, in the order in which the forward runs the modules.
-
-        A module with a context has the place of its context in the order of contexts. Any other module has the place of
-        its first call. Modules that are never called come last.
-        """
+        """Return the indices of the modules in `groups` in the order of the forward: by context, else by first call."""
         contexts = {path: place for place, path in enumerate(self.noise.contexts)}
         called = {path: place for place, path in enumerate(self._recorder.called)}
 
@@ -212,7 +184,7 @@ class _Measured(Measured):
         return sorted(range(len(paths)), key=lambda i: place(paths[i]))
 
     def defer(self) -> None:
-        """Make the quantizers that modules have already deferred ones (`deferred.py`)."""
+        """Make the quantizers that modules have already deferred ones."""
         for module in self.model.modules():
             for value in vars(module).values():
                 if type(value) is Quantizer:
@@ -220,14 +192,7 @@ class _Measured(Measured):
 
     @contextmanager
     def drawing(self, batch, number: int):
-        """Return a context manager that runs the forward of a batch and yields a function that runs backward passes.
-
-        The function takes the argument `draws` of `Noise.drawn`, runs one backward pass and returns the gradients.
-
-        Args:
-            batch: the batch.
-            number: the number of the batch. Dropout is the same in all passes with the same number.
-        """
+        """Run the forward of a batch and yield a function that runs a backward pass for an argument of `Noise.drawn`."""
         modules = dict(self.model.named_modules())
         with self._recorder.watching(modules), self.forward(batch, number) as value:
             yield lambda draws: self._drawn(value, draws)
@@ -243,20 +208,7 @@ class _Measured(Measured):
 
 
 def _measured(compressed: _Measured, exact: _Measured, batch, number, draws, batches, bar):
-    """Measure one batch for C contexts and P modules, with `draws` pairs of draws.
-
-    Args:
-        compressed: the compressed model.
-        exact: the model without compression.
-        batch: the batch.
-        number: the number of the batch.
-        draws: the number of pairs of draws for each context.
-        batches: the number of batches, for the progress bar.
-        bar: the `StepsProgress`.
-
-    Returns:
-        The arrays `terms` (draws, C, P), `direct` (draws, P) and `bias` (draws, P) of `VarianceProfile`, for each pair.
-    """
+    """Measure one batch: return `terms` (draws, C, P), `direct` (draws, P) and `bias` (draws, P) for each pair of draws."""
     true = exact.gradient(batch, number)
     terms, direct, bias = [], [], []
     with compressed.drawing(batch, number) as gradient:
@@ -284,11 +236,7 @@ def _measured(compressed: _Measured, exact: _Measured, batch, number, draws, bat
 
 
 def _summed_up(batches) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean of measurements over draws and batches, and its standard error, NaN if there is one draw.
-
-    Args:
-        batches: for each batch an array (draws, ...).
-    """
+    """Return the mean of measurements over draws and batches, and its standard error, NaN if there is one draw."""
     draws = [np.asarray(batch) for batch in batches]
     mean = np.mean([batch.mean(0) for batch in draws], axis=0)
     if min(map(len, draws)) < 2:

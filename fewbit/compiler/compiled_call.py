@@ -1,7 +1,7 @@
 """Call a model through torch.compile, with code that no other model shares, and warn if a part runs uncompressed.
 
-torch.compile keeps what it has compiled with the code object of a function, and gives up on a code object after eight
-compilations. All models of one class share the code of `forward`, so a compiled model gets a code object of its own.
+torch.compile gives up on a code object after eight compilations. All models of one class share the code of `forward`,
+so a compiled model gets a code object of its own.
 """
 
 from __future__ import annotations
@@ -47,11 +47,7 @@ _numbers = itertools.count()
 
 
 class CompiledModel(OptimizedModule):
-    """A model that `fewbit.compile` has compiled. A copy or an unpickled model is compiled anew.
-
-    Attributes:
-        partitioner: the `Partitioner` of the model's graphs.
-    """
+    """A model that `fewbit.compile` has compiled. A copy or an unpickled model is compiled anew."""
 
     partitioner = None
     _compile = None
@@ -287,10 +283,7 @@ _running = _RunningCompiled()
 
 
 def _outside() -> tuple[str, str] | None:
-    """Return why torch.compile would compile nothing now, and advice; or None.
-
-    It would also mark the code that it meets as never to be compiled.
-    """
+    """Return why torch.compile would compile nothing now, and mark code as never to be compiled, with advice; or None."""
     if _modes_prevent_compilation():
         return (
             "torch.compile compiles nothing in a TorchDispatchMode, such as FlopCounterMode",
@@ -319,12 +312,7 @@ def _reasons() -> dict[str, int]:
 
 
 def _explanation(frames: Mapping, reasons: Mapping) -> tuple[str, str]:
-    """Return why torch.compile left code to Python in a call, and advice.
-
-    Args:
-        frames: torch's counters of functions before the call.
-        reasons: `_reasons()` before the call.
-    """
+    """Return why torch.compile left code to Python since the given counters were read, and advice."""
     new = sorted(text for text, count in _reasons().items() if count != reasons.get(text))
     limits = [text for text in new if "recompile limit" in text]
     if limits:

@@ -39,13 +39,12 @@ def compile(
 ) -> nn.Module:
     """Compile a model with torch.compile so that it saves a few bits per element for the backward pass.
 
-    The results of the forward pass are torch's. For the backward pass, the compiled code saves quantized copies and masks
-    of 1 bit, and exact tensors only where an op needs them. This holds for the tensors of all modules and functions
-    (docs/guides/compile.md). The model itself does not change.
+    The results of the forward pass are torch's. For the backward pass, the compiled code saves quantized copies, masks
+    of 1 bit, and exact tensors only where an op needs them, for all modules and functions (docs/guides/compile.md). The
+    model itself does not change.
 
     Args:
-        model: the model. If `compress_` has converted it, its layers keep their own copies, and the other tensors are
-            quantized too.
+        model: the model. If `compress_` has converted it, its layers keep their own copies.
         bits: the bits per element, 1 to 8, or FixedBits. None means 4.
         layers: settings in place of the default settings, as in `compress_`. `activation_bits` are the bits of
             derivatives of nonlinear functions (usually `bits`, but at least 3), `attention_bits` those of queries, keys
@@ -65,9 +64,9 @@ def compile(
         InputError: an argument cannot be used.
 
     Warns:
-        CompileWarning: a check found that this version of torch does not work with fewbit's partitioner, or torch.compile is disabled. The model then saves exact
-            tensors, and there is no `partitioner`. Calls of the compiled model give this warning if a part of the model
-            saves exact tensors, because torch.compile has left it to Python.
+        CompileWarning: this version of torch does not work with fewbit's partitioner, or torch.compile is disabled. The
+            model then saves exact tensors, and there is no `partitioner`. Calls of the compiled model give this warning
+            if torch.compile has left a part of the model to Python, which saves exact tensors.
     """
     settings = {"backend": backend, "mode": mode, "options": options, **settings}
     partitioner, arguments = _arguments(model, bits, layers, overrides, **settings)
@@ -109,11 +108,11 @@ def compile_blocks_(
 ) -> list[Partitioner]:
     """Compile the repeated blocks of a model in place, like `compile`, but each kind of block only once.
 
-    A model of many equal blocks compiles in the time of one block. The rest of the model, such as the embedding and the head,
-    runs in eager mode and saves exact tensors, unless `compress_` has converted it. Blocks are the modules in a torch.nn.ModuleList or
-    torch.nn.Sequential that have the class of another module there, and modules of their own. A block in another block is a part of
-    that block. Blocks with hooks have code of their own. A copy of the model is not compiled. torch.compile around the model
-    compiles only the code between the blocks; with fullgraph=True it raises an error.
+    Blocks are the modules in a torch.nn.ModuleList or torch.nn.Sequential that have the class of another module there,
+    and modules of their own; a block in a block is a part of it, and blocks with hooks have code of their own. The rest
+    of the model runs in eager mode and saves exact tensors, unless `compress_` has converted it. A copy of the model is
+    not compiled. torch.compile around the model compiles only the code between the blocks, and raises an error with
+    fullgraph=True.
 
     Args:
         model: the model, which changes: calls of its blocks run the compiled code.
@@ -126,9 +125,8 @@ def compile_blocks_(
         **settings: as in `compile`.
 
     Returns:
-        A `Partitioner` for each class of blocks. Its attribute `report` shows, after the first forward and backward pass, which
-        tensors the compiled graphs save: of one block for each graph. There are several graphs if the calls of blocks differ, such
-        as those with and without a gradient of the input.
+        A `Partitioner` for each class of blocks, whose `report` shows which tensors the compiled graphs save, of one
+        block for each graph.
 
     Raises:
         InputError: an argument cannot be used, or the model has no repeated blocks.
@@ -195,11 +193,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _overrides_of(groups: list[list[nn.Module]], overrides) -> list:
-    """Return, for each group of blocks, the overrides that match modules of its blocks.
-
-    Raises:
-        InputError: an override matches no module of any block.
-    """
+    """Return, for each group of blocks, the overrides that match modules of its blocks; raise InputError for others."""
     if not isinstance(overrides, Mapping):
         return [overrides] * len(groups)
     paths = [[path for path, _ in blocks[0].named_modules()] for blocks in groups]
@@ -230,9 +224,9 @@ def partition_fn(
 ) -> Callable:
     """Return a partitioner for backends that torch's `aot_autograd` makes.
 
-    Pass it as ``aot_autograd(partition_fn=fewbit.partition_fn(bits=2), ...)``. Pass torch's decompositions too, for
-    example ``decompositions=torch._inductor.decomposition.select_decomp_table()``: tensors that belong to ops which
-    are not decomposed, such as gelu_backward, stay exact.
+    Pass it as ``aot_autograd(partition_fn=fewbit.partition_fn(bits=2), ...)``, with torch's decompositions, for example
+    ``decompositions=torch._inductor.decomposition.select_decomp_table()``: tensors of ops that are not decomposed, such
+    as gelu_backward, stay exact.
 
     Args:
         bits: as in `fewbit.compile`.
@@ -252,10 +246,7 @@ def partition_fn(
 def _arguments(
     model, bits, layers, overrides, *, backend="inductor", mode=None, options=None, **settings
 ):
-    """Check the arguments of `compile`. Return a partitioner and the arguments of torch.compile.
-
-    The partitioner is None if it does not work with this version of torch.
-    """
+    """Check the arguments of `compile`. Return a partitioner, or None if it does not work with this torch, and torch.compile's arguments."""
     from torch._dynamo import OptimizedModule  # takes seconds
 
     if not isinstance(model, nn.Module):

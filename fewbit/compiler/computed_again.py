@@ -1,8 +1,6 @@
 """Tensors that get no copy, because the backward pass computes them again from copies of other tensors.
 
-Eager mode does the same (docs/decisions/0021 and 0022). The result of an activation and its derivative follow from a copy of the
-activation's input, and what a gated unit saves follows from copies of the gate and of what it multiplies. With `recompute_linear`,
-results of linear layers follow from copies of the inputs of these layers.
+Eager mode does the same (docs/decisions/0021 and 0022).
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ aten = torch.ops.aten
 STEEPEST = 1.25
 """Functions of one tensor that are steeper than this are not computed again: they would amplify the errors of a copy."""
 LEAST_GROWTH = 5.0
-"""Bounded functions such as tanh are not computed again: inputs that are large would leave large errors. Each tensor needs a
-function that grows by so much from the first to the last point."""
+"""Functions that grow by less from the first to the last point, such as tanh, are not computed again: large inputs would leave large errors."""
 _POINTS = torch.linspace(-12, 12, 4801, dtype=torch.float64)
 """Slopes are measured here. Activations are linear or constant beyond."""
 _CONSTANTS = {aten.full.default: 1, aten.scalar_tensor.default: 0}
@@ -42,9 +39,7 @@ Settings = Callable[[Root], ResolvedSettings | None]
 def compute_again(joint: JointGraph, settings_of: Settings) -> None:
     """Replace roots of a graph by tensors from which they are computed, if these have fewer elements together.
 
-    Args:
-        joint: the analysis of the graph, which is changed.
-        settings_of: a function that returns the settings for a root, or None if it stays exact.
+    `settings_of` returns the settings for a root, or None if it stays exact.
     """
     for group in _groups(joint, settings_of):
         _replace(joint, group)
@@ -87,8 +82,8 @@ def _arguments_of(joint: JointGraph, node: fx.Node) -> dict[fx.Node, float] | No
     """Return one or two tensors whose functions with moderate slopes have the product `node`, up to constants and masks.
 
     Returns:
-        {tensor: by how much its function grows from the first to the last point}; None if there are no such tensors, or if
-        `node` is such a tensor itself.
+        {tensor: by how much its function grows}; None if there are no such tensors, or if `node` is such a tensor
+        itself.
     """
     factors: dict[fx.Node, list[fx.Node]] = {}
     todo = [node]
@@ -109,10 +104,7 @@ def _arguments_of(joint: JointGraph, node: fx.Node) -> dict[fx.Node, float] | No
 
 
 def _without_constants(joint: JointGraph, node, start: fx.Node) -> fx.Node | None:
-    """Return the tensor of which a node is an affine function, perhaps with masks that are saved; None if there is none.
-
-    The tensor is the first root on the way, besides the start.
-    """
+    """Return the first root, or other tensor, of which a node is an affine function, perhaps with masks that are saved; or None."""
     if not isinstance(node, fx.Node) or not joint.varies(node):
         return None
     while node is start or node not in joint.roots:
@@ -225,10 +217,7 @@ def _between(joint: JointGraph, group) -> set[fx.Node]:
 
 
 def _between_copies(joint: JointGraph, node: fx.Node) -> set[fx.Node]:
-    """Return the nodes by which a root follows from the copies of inputs of linear layers; the empty set if it does not.
-
-    No input of these layers follows from another linear layer.
-    """
+    """Return the nodes by which a root follows from copies of inputs of linear layers, none behind another; else the empty set."""
     found, layers, todo = set(), 0, [(node, False)]
     while todo:
         x, is_input = todo.pop()

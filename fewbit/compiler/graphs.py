@@ -18,10 +18,7 @@ _RECOMPUTED = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
-    """Return the nodes of a joint graph that depend on tangents, the gradients of the forward graph's results.
-
-    The result is a dict in order to keep the order of the graph.
-    """
+    """Return the nodes of a joint graph that depend on tangents, the gradients of the forward graph's results, in order."""
     found = {}
     for node in graph.nodes:
         is_tangent = node.op == "placeholder" and "tangents" in node.target
@@ -36,13 +33,7 @@ def insert(
 ) -> fx.Node:
     """Insert a call at the graph's insertion point, and compute its fake result.
 
-    Args:
-        graph: the graph.
-        mode: the FakeTensorMode of the graph's values.
-        target: the op.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-        like: a node of the model's code for which the call works, or None.
+    `like` is a node of the model's code for which the call works, or None.
     """
     node = graph.call_function(target, tuple(args), kwargs or {})
     values = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
@@ -70,7 +61,7 @@ def is_from_fewbit(node: fx.Node) -> bool:
 
 
 def size_in_bytes(node: fx.Node) -> int:
-    """Return the bytes of a tensor. If its size varies, return the bytes at tracing time."""
+    """Return the bytes of a tensor, by the hints of its sizes."""
     return count(node.meta["val"]) * node.meta["val"].element_size()
 
 

@@ -1,10 +1,8 @@
 """The analysis of a joint graph: which tensors the backward pass uses, and which of them to quantize.
 
-A node of the joint graph is *backward* if it depends on the tangents, the gradients of the forward graph's results. The
-*frontier* is the set of the other nodes that backward nodes use. The derivative of an activation is such a node, and
-so are the normalized input of a norm and the input of a linear layer. fewbit quantizes the frontier and not the
-tensors from which torch would compute it again: backward nodes are linear in the frontier, so a gradient that is
-computed from unbiased copies of the frontier is exact in expectation.
+A node is *backward* if it depends on the tangents, and the *frontier* is the set of the other nodes that backward nodes
+use, such as the derivative of an activation. Backward nodes are linear in the frontier, so a gradient that is computed
+from unbiased copies of the frontier is exact in expectation.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ class Root:
     """A tensor to quantize.
 
     Attributes:
-        node: its node.
         roles: why the tensor has other bits than most: pairs of "attention", "gates", "activations" or "norms", and the
             number of the input among those of the layer, for example ("attention", 1) for keys.
         is_derivative: whether only the backward pass uses it, as a nonlinear function of one tensor.
@@ -79,14 +76,14 @@ class JointGraph:
         backward: the nodes that depend on tangents, in their order.
         forward: the nodes on which results of the forward graph depend.
         parameters: the inputs that are parameters or buffers.
-        random: large constants that depend on random numbers, such as masks of dropout. The backward pass draws the numbers again.
-        constants: nodes that need no copy, because parameters, inputs without gradient, small tensors and statistics of large
-            ones suffice to compute them again.
-        statistics: those of them that are large, and a number for each row or channel of a larger tensor, such as the deviations
-            of a norm.
+        random: large constants that depend on random numbers, such as masks of dropout, which the backward pass draws
+            again.
+        constants: nodes that can be computed again from parameters, inputs without gradient, small tensors and
+            statistics of large ones.
+        statistics: those of them that are large, and a number for each row or channel of a larger tensor.
         exact: {frontier node that stays exact: the reason}.
-        roots: {node: Root} of the tensors to quantize. Each other node of the frontier is a view or an affine function of
-            one of them, or in `again`.
+        roots: {node: Root} of the tensors to quantize. Each other node of the frontier is a view or an affine function
+            of one of them, or in `again`.
         again: nodes that the backward pass computes again from copies of roots (`computed_again.py`).
         sizes: the nodes that compute sizes that vary.
     """
@@ -134,10 +131,9 @@ class JointGraph:
                 root.roles.add(("norms", 0))
 
     def source_of(self, node: fx.Node) -> fx.Node | None:
-        """Return the only input that a view or an affine function has besides constants and masks.
+        """Return the only input that a view or an affine function has besides constants and masks; a mask if it has only these.
 
-        The result is None if the node is neither, and a mask if all inputs are masks or constants. The indices of
-        maxima count as a view of their places in windows.
+        The indices of maxima count as a view of their places in windows.
         """
         if node.op != "call_function" or node.target not in uses.AFFINE | uses.OF_OFFSETS:
             return None
@@ -153,10 +149,7 @@ class JointGraph:
         return source if list(node.args).count(source) == 1 else None
 
     def is_cast_parameter(self, node: fx.Node) -> bool:
-        """Return whether a large node is a parameter in another dtype, perhaps viewed, as autocast makes it.
-
-        torch would save this copy of the parameter, because a matrix product needs it in memory.
-        """
+        """Return whether a large node is a parameter in another dtype, perhaps viewed, which torch would save."""
         is_cast = False
         while node.op == "call_function" and node.target in uses.VIEWS | uses.CASTS:
             is_cast |= node.target in uses.CASTS
@@ -167,8 +160,7 @@ class JointGraph:
     def bytes_to_recompute(self) -> int:
         """Return the bytes of the tensors from which pointwise ops and views compute all tensors to quantize.
 
-        torch could save these tensors and compute the others again. It may save fewer bytes if there are smaller tensors
-        in between. Tensors that stay exact in any case do not count.
+        torch could save these tensors, or fewer bytes of tensors in between.
         """
         _, leaves = self.part(self.roots, _is_pointwise)
         return sum(map(size_in_bytes, leaves))
@@ -272,8 +264,8 @@ class JointGraph:
     def _is_factor_of_rows(self, node) -> bool:
         """Return whether all products with the node are much larger than the node, as with a gate for each channel.
 
-        A group of such a tensor has factors of many rows or channels, which may have very different sizes, and each of them
-        multiplies many elements of the gradient.
+        A group of such a tensor has factors of many rows or channels, of very different sizes, that multiply many
+        elements.
         """
         value = node.meta["val"]
         users = [user.meta.get("val") for user in node.users if user in self.backward]
@@ -336,7 +328,7 @@ class JointGraph:
 
 
 def _changed(graph: fx.Graph) -> set[fx.Node]:
-    """Return the inputs of a joint graph that the model changes in place, and the nodes that depend on them.
+    """Return the inputs that the model changes in place, and the nodes that depend on them.
 
     Inductor's graphs change an input by a call of copy_. Those of aot_eager return the new value.
     """
@@ -358,11 +350,7 @@ def _is_pointwise(node) -> bool:
 
 
 def _is_reduced(node) -> bool:
-    """Return whether a node is a sum, mean, variance or maximum of many elements for each of its own.
-
-    A group of copies would have statistics of many rows or channels, which may have very different sizes, and each of them
-    multiplies many elements of the gradient.
-    """
+    """Return whether a node is a statistic, such as a mean, of many elements for each of its own, which multiplies them."""
     producer, value = (
         node.args[0] if node.target is operator.getitem else node,
         node.meta.get("val"),
@@ -412,7 +400,7 @@ def _is_normalized(node) -> bool:
 
 
 def _has_variance(node) -> bool:
-    """Return whether a norm takes the variance of a node, whose backward pass uses the node itself, as that of a group norm does."""
+    """Return whether a norm takes the variance of a node, whose backward pass uses the node itself, as a group norm does."""
     todo = [node]
     while todo:
         for user in todo.pop().users:

@@ -1,9 +1,8 @@
 """Products of one gradient with several saved tensors become products with a single saved tensor.
 
-Let t depend on tangents, and a and b not. Elementwise operations on multiples of t give multiples of t again: (t * a) * b is
-t * (a * b), and t * a + t * b is t * (a + b). The factor a * b or a + b can be computed in the forward pass, and its copy
-replaces those of a and b. A GELU that is written out, for example, uses three tensors in its backward pass, whose sum of
-products is its derivative.
+If t depends on tangents, and a and b do not, then (t * a) * b is t * (a * b), and t * a + t * b is t * (a + b). The
+copy of the factor a * b or a + b, which the forward pass computes, replaces those of a and b: a GELU that is written
+out uses three tensors in its backward pass.
 """
 
 from __future__ import annotations
@@ -39,10 +38,8 @@ _BITS = 3
 class Multiple(NamedTuple):
     """A backward node as the elementwise product gradient * number * factor.
 
-    Args:
-        gradient: a backward node.
-        number: a number.
-        factor: a node that does not depend on tangents and has the shape of the gradient; None stands for 1.
+    The gradient is a backward node, and the factor a node of its shape that does not depend on tangents; None stands
+    for 1.
     """
 
     gradient: fx.Node
@@ -62,10 +59,9 @@ class _Merger:
     """The state of `merge`.
 
     Attributes:
-        backward: the nodes that depend on tangents.
         multiples: {backward node: its `Multiple`}, of the nodes that are computed from other multiples.
-        sources: {node that does not depend on tangents: the tensor of which it is an affine function, or None if it
-            can be computed from inputs and small tensors}. These nodes need no copies of their own.
+        sources: {node that does not depend on tangents: the tensor of which it is an affine function, or None if it can
+            be computed from inputs and small tensors}. These nodes need no copies of their own.
         users: {source: the backward nodes that use an affine function of it}.
         replaced: {backward node: the product that has replaced it}.
     """

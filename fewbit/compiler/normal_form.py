@@ -1,13 +1,9 @@
 """Changes of a joint graph that change its results by rounding only and let more tensors be quantized.
 
-Backward passes divide by tensors of the forward pass, and a copy of a divisor would make the gradient wrong in
-expectation. So t / d becomes t * (1 / d), if t depends on tangents and d does not. They also multiply the same gradient by
-several tensors. Copies of two factors have twice the bytes of a copy of their product, and if one factor is large where the
-other is small, as in the derivative of softplus, also a larger error. `multiples` replaces the factors by one. The gradient
-of x ** 2 contains x ** 1, which is x.
-
-The backward pass of a norm that is written out as x / s or x * rsqrt(...) uses x or (x / s) / s, whose rows may have very
-different sizes. The norm has computed x / s, so the backward pass uses x / s and s in place of both.
+A copy of a divisor would make the gradient wrong in expectation, so t / d becomes t * (1 / d), if t depends on tangents
+and d does not; `multiples` replaces several factors of a gradient by one. The backward pass of a norm that is written
+out as x / s or x * rsqrt(...) uses x or (x / s) / s, whose rows may have very different sizes, so it uses x / s and s
+instead.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ def undo_reshapes(graph: fx.Graph) -> None:
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Change a joint graph as the text above says."""
+    """Change a joint graph as the module's docstring says; x ** 1, as in the gradient of x ** 2, becomes x."""
     for node in graph.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar):
         x = node.args[0]
         is_alike = node.args[1] == 1 and node.meta["val"].dtype == x.meta["val"].dtype

@@ -87,10 +87,7 @@ class Partitioner(CustomPartitionerFn):
 
     @property
     def report(self) -> CompileReport:
-        """The tensors that the compiled graphs save. There are none before the compiled model runs.
-
-        There are none either if torch finds the compiled code in its cache on disk.
-        """
+        """The tensors that the compiled graphs save: none before the compiled model runs, or if torch's cache on disk has the code."""
         return CompileReport(tuple(self._rows), self._graphs)
 
     @property

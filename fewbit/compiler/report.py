@@ -25,10 +25,10 @@ class SavedRow(NamedTuple):
     """A tensor that a compiled graph saves.
 
     Attributes:
-        module: the dotted path of the module whose backward pass uses the tensor. If there are several, or if the
-            tensor is exact, the path of the module that made it. "" stands for the model.
-        op: the op of ATen that the model called and that made the tensor, for example "gelu_backward" for a derivative;
-            "input" for a result of an earlier graph, if torch broke the graph.
+        module: the dotted path of the module whose backward pass uses the tensor, or that made it if there are several
+            or it is exact; "" for the model.
+        op: the op of ATen that made the tensor, for example "gelu_backward" for a derivative; "input" for a result of
+            an earlier graph, if torch broke the graph.
         shape: the shape.
         dtype: the dtype, for example "float32".
         exact_bytes: the bytes of the tensor itself.
@@ -55,7 +55,7 @@ class CompileReport(Result):
 
     Attributes:
         rows: the tensors.
-        graphs: the number of graphs. There are several if torch breaks the graph, or compiles again for other sizes.
+        graphs: the number of graphs: several if torch breaks the graph, or compiles again for other sizes.
     """
 
     rows: tuple[SavedRow, ...]
@@ -71,7 +71,7 @@ class CompileReport(Result):
         return [row._asdict() for row in self.rows]
 
     def view(self) -> View:
-        """Return a `View`: the tensors in the order of their bytes, those of like modules together."""
+        """Return a table of the tensors, largest first, those of like modules together."""
         if not self.rows:
             why = [
                 "The model has not run yet, or torch found its compiled code in the cache on disk, or torch.compile could "

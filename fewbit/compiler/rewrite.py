@@ -102,8 +102,7 @@ class Rewriter:
     def _move_forward(self, chosen) -> None:
         """Move nodes of the backward part that make a chosen tensor to the place where their inputs are made.
 
-        Otherwise the forward graph would compute the derivatives of activations at its end, and the inputs of the
-        activations would stay in memory until then.
+        At the end of the forward graph, they would keep the inputs of the activations in memory until then.
         """
         last = max(i for i, node in enumerate(self.graph.nodes) if node in self.joint.forward)
         place = {node: (i,) for i, node in enumerate(self.graph.nodes)}
@@ -323,15 +322,7 @@ class Rewriter:
     def _call(
         self, target, args, kwargs=None, like: fx.Node | None = None, tag: bool = False
     ) -> fx.Node:
-        """Insert a call into the graph.
-
-        Args:
-            target: the op.
-            args: the positional arguments.
-            kwargs: the keyword arguments.
-            like: a node of the model's code for which the call works, or None.
-            tag: whether the call belongs into the backward graph.
-        """
+        """Insert a call into the graph (`graphs.insert`), if `tag` into the backward graph."""
         node = insert(self.graph, self._mode, target, args, kwargs, like)
         if tag:
             node.meta |= _IN_BACKWARD
@@ -356,11 +347,7 @@ def bits_of(root: Root, settings: ResolvedSettings | None) -> int:
 
 
 def kind_of(root: Root, settings: ResolvedSettings) -> str:
-    """Return the kind of a tensor's copy.
-
-    Derivatives and results of softmax have uniform copies, which restore the least value of a group exactly: many
-    derivatives and probabilities are close to it (docs/decisions/0016).
-    """
+    """Return the kind of a tensor's copy, which is uniform for derivatives and results of softmax (docs/decisions/0016)."""
     usual = UNIFORM if root.is_derivative or root.is_probability else ROTATED
     return settings.quantizer or usual_kind(usual, settings.group_size)
 
@@ -373,12 +360,7 @@ def _order(value: torch.Tensor) -> list[int]:
 
 
 def _channels(root: Root, order: list[int]) -> int:
-    """Return the number of channels whose means and scales a tensor's rotated copy has, or 0 (`runtime/format/channels.py`).
-
-    Args:
-        root: the tensor.
-        order: its dimensions in the order of storage, from the outermost.
-    """
+    """Return the number of channels whose means and scales a tensor's rotated copy has, or 0; `order` is that of storage."""
     value = root.node.meta["val"]
     features = set(usual_features(value.dim()))
     if root.is_attention and value.dim() == 4:

@@ -1,11 +1,8 @@
 """The seeds from which compiled code rounds at random.
 
-Compiled code cannot hash the state of torch's generator as eager code does (docs/decisions/0010), because a CUDA graph
-replays kernels and runs no code on the host. So each device has a counter of its own, which one op advances. torch's
-generator does not move, and dropout draws the same masks as without fewbit.
-
-A second call of `torch.manual_seed` with the same seed does not restart a counter: if nothing was drawn from torch's generator
-in between, its state is the same as before the call, as it is between two steps of a model without dropout.
+A CUDA graph runs no code on the host, so each device has a counter of its own in place of torch's generator
+(docs/decisions/0010), which one op advances. A second call of `torch.manual_seed` with the same seed does not restart a
+counter, because torch's generator may be in the same state between two steps.
 """
 
 from __future__ import annotations
@@ -38,11 +35,7 @@ _counters: dict[torch.device, _Counter] = {}
 
 
 def counter_of(device: torch.device) -> _Counter:
-    """Return the counter of a device, which is made by the first call.
-
-    The first call has to come before torch records a CUDA graph. Otherwise the memory of the counter would belong to the
-    graph, and torch would raise an error.
-    """
+    """Return the counter of a device, which the first call makes: before torch records a CUDA graph, which would own its memory."""
     device = torch.empty(0, device=device).device  # "cuda" stands for the current GPU
     if device not in _counters:
         _counters[device] = _Counter(device)

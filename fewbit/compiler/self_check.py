@@ -34,8 +34,8 @@ _lock = threading.Lock()
 def failure() -> str | None:
     """Return in a few words what does not work with the installed torch; None if all works, or if nothing is known.
 
-    Another process compiles and runs a small network, and compares its result, its gradients and its saved bytes with what they must
-    be. This takes seconds, so if all works, a file in the user's cache folder says so for this version of torch and this code.
+    Another process compiles and runs a small network. If all works, a file in the user's cache folder says so for this
+    version of torch and this code.
     """
     if torch._dynamo.config.disable:
         return None
@@ -58,11 +58,7 @@ def _answer() -> str | None:
 
 
 def _of_process() -> str | None:
-    """Run the check in a process that shares no state with the user's program.
-
-    Returns:
-        WORKS, or what does not work; None if no process could be started.
-    """
+    """Run the check in a process that shares no state with the user's program; return None if none could be started."""
     code = f"from {__name__} import run; print(); print(run())"
     # A GPU would have to be initialized, and takes no part.
     changes = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}

@@ -1,8 +1,7 @@
 """Sizes that vary: the sizes of tensors in a graph that torch.compile traced for batches of several sizes.
 
-Such a size is a `torch.SymInt`, a formula of the sizes of the model's inputs. Decisions use its *hint*, the value that it
-had when the graph was traced: a comparison of the size itself would add a guard, and torch would compile again for sizes
-with another outcome.
+Such a size is a `torch.SymInt`. Decisions use its *hint*, the value when the graph was traced: a comparison of the size
+itself would add a guard, and torch would compile again for sizes with another outcome.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ except ImportError:  # torch < 2.13
 
 
 def hints(sizes) -> list[int]:
-    """Return several sizes or strides, with the hints of those that vary.
-
-    If a size depends on values of tensors, the result has torch's guess.
-    """
+    """Return several sizes or strides, with hints, or torch's guess, for those that vary."""
     return [optimization_hint(size) for size in sizes]
 
 
@@ -51,11 +47,7 @@ def is_same(shape, other) -> bool:
 
 
 class SizeNodes:
-    """The nodes of a graph that compute sizes from the sizes of the graph's inputs.
-
-    Args:
-        graph: the joint graph.
-    """
+    """The nodes of a joint graph that compute sizes from the sizes of the graph's inputs."""
 
     def __init__(self, graph: fx.Graph):
         self.graph = graph
@@ -63,10 +55,7 @@ class SizeNodes:
         self._made: dict = {}
 
     def knows(self, value: torch.Tensor) -> bool:
-        """Return whether the sizes of a tensor follow from those of the graph's inputs.
-
-        The size of the result of `torch.nonzero`, for example, does not.
-        """
+        """Return whether the sizes of a tensor follow from those of the graph's inputs, as those of `torch.nonzero` do not."""
         return not free_unbacked_symbols(value) and free_symbols(value) <= self._symbols.keys()
 
     def of(self, size: int | torch.SymInt) -> int | fx.Node:

@@ -1,7 +1,7 @@
 """The uses of a tensor in a backward graph: which ops of ATen may get a dequantized copy of an argument.
 
-Let all other arguments be fixed. If an op is linear in an argument, or affine, the expected value of its result for an
-unbiased copy is its result for the exact tensor. Ops that are in no list here get exact tensors.
+If an op is affine in an argument, with the others fixed, the expected value of its result for an unbiased copy is its
+result for the exact tensor. Ops that are in no list here get exact tensors.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ LINEAR, UNUSED = "linear", "unused"
 
 
 def _overloads(*names: str, ops=aten) -> set:
-    """Return the overloads with these names that this version of torch has.
-
-    Args:
-        *names: names such as "mul.Tensor".
-        ops: the namespace, `aten` or `prims`.
-    """
+    """Return the overloads with names such as "mul.Tensor" that this version of torch has in a namespace."""
     found = set()
     for name in names:
         packet, _, overload = name.partition(".")
@@ -97,7 +92,7 @@ POINTWISE = AFFINE | DIVISIONS | _overloads(
 )  # fmt: skip
 """Ops whose result takes no longer to compute again than to dequantize."""
 RANDOM = _overloads("inductor_random.default", "inductor_randint.default", ops=prims)
-"""Inductor's ops that draw numbers from a seed. The same seed gives the same numbers, so nothing of them needs to be saved."""
+"""Inductor's ops that draw numbers from a seed, of which nothing needs to be saved."""
 ELEMENTWISE = {op for op in POINTWISE if op.namespace == "aten"} - VIEWS - CASTS - PADDING - _overloads(
     "full.default", "scalar_tensor.default", "ones.default", "zeros.default", "empty.default", "arange.default",
     "arange.start", "arange.start_step", "full_like.default", "scatter.value", "tril.default", "triu.default",
@@ -130,7 +125,7 @@ def argument(node: fx.Node, name: str):
 def attention_of(node: fx.Node) -> fx.Node | None:
     """Return the forward node of an attention's backward node, if fewbit can compute it again from q, k and v.
 
-    It cannot do so if attention has dropout, because torch's op would draw another mask.
+    Attention with dropout cannot be computed again, because torch's op would draw another mask.
     """
     if node.target not in ATTENTIONS or argument(node, "dropout_p"):
         return None
@@ -144,10 +139,7 @@ def attention_of(node: fx.Node) -> fx.Node | None:
 
 
 def codes_of(node: fx.Node) -> int | None:
-    """Return the number of values that a mask or an index can have, None for other tensors and for more than 256.
-
-    Such tensors are packed without loss, so any op may use them.
-    """
+    """Return the number of values, up to 256, that a mask or an index can have, which any op may use; else None."""
     value = node.meta["val"]
     if value.dtype == torch.bool:
         return 2
@@ -173,16 +165,12 @@ def unaliased(node: fx.Node) -> fx.Node:
 
 
 def use_of(user: fx.Node, x: fx.Node) -> str | tuple[str, int] | None:
-    """Return how a node of the backward graph uses its input x.
-
-    Args:
-        user: a node that depends on the tangents, the gradients of the forward graph's results.
-        x: one of its inputs, which does not depend on the tangents.
+    """Return how a node of the backward graph uses its input x, which does not depend on the tangents.
 
     Returns:
-        LINEAR: user is linear in x, or x is a mask or an index. A value of ATTENTION: x is a query, key or value of an attention
-        that the backward pass computes again. UNUSED: the op needs only the size of x, or x is a result of such an attention.
-        None: user needs x exactly.
+        LINEAR: user is linear in x, or x is a mask or an index. A value of ATTENTION: x is an input of an attention
+        that is computed again. UNUSED: only the size of x is needed, or x is a result of such an attention. None: user
+        needs x exactly.
     """
     if user.op != "call_function" or not isinstance(x.meta.get("val"), torch.Tensor):
         return None

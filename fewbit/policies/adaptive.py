@@ -1,8 +1,6 @@
-"""The policy of `AdaptiveBits`: tensors and samples that affect the gradient more get more bits.
+"""The policy of `AdaptiveBits` (level L3 of the paper ActNN, Chen et al., ICML 2021): what affects the gradient more gets more bits.
 
-The method is level L3 of the paper ActNN (Chen et al., ICML 2021), with relative variances
-(`runtime/probes/measurements.py`). All processes use the measurements summed over all processes, so they choose the
-same bits.
+All processes use the measurements summed over all processes, so they choose the same bits.
 """
 
 from __future__ import annotations
@@ -35,23 +33,19 @@ MOMENTUM = 0.5
 
 @dataclass(frozen=True)
 class SlotVariance(Record):
-    """The variance that rounding one saved tensor of a layer (a slot) adds to the gradient.
+    """The variance that rounding one slot adds to the gradient.
 
     Args:
-        name: the layer's name.
-        input: the number of the layer's input.
-        bits: bits per element.
-        is_fixed: whether the user gave these bits.
         is_known: whether all gradients that depend on the slot were measured.
-        quantizer: the kind of the slot's copies, one of `fewbit.config.KINDS`.
         elements: the number of elements in one forward pass, of all processes.
         samples: the number of samples in one process among which the slot's bits are divided; 0 if all samples have the
             same bits.
         sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(quantizer, bits)`.
         at_one: the variance that rounding to 1 bit per element would add, as measured.
-        weight: the relative variance, which decides the bits, divided by the variance.
-        spread: the sensitivities of the samples, sorted and cut into SPREAD (16) parts of nearly equal size: the mean
-            of each part, then zeros. None if all samples have the same bits.
+        weight: the relative variance (`runtime/probes/measurements.py`), which decides the bits, divided by the
+            variance.
+        spread: the sensitivities of the samples, sorted and cut into SPREAD parts of nearly equal size: the mean of
+            each part, then zeros. None if all samples have the same bits.
         missed: the number of measurements since the slot was last measured.
     """
 
@@ -75,7 +69,7 @@ class SlotVariance(Record):
         return self.name, self.input
 
     def is_adjustable(self) -> bool:
-        """Return whether the policy chooses the slot's bits: the user gave none, and all gradients were measured."""
+        """Return whether the policy chooses the slot's bits."""
         return self.is_known and not self.is_fixed
 
     def parts(self) -> list[float]:
@@ -110,12 +104,11 @@ class VarianceKnowledge(Record):
     """All that an `AdaptivePolicy` has learned.
 
     Args:
-        budget: the bytes that the user allows for a forward pass (`Budget`), from which `bits` and `sizes` follow, or
-            None.
+        budget: the bytes from which `bits` and `sizes` follow (`Budget`), or None.
         bits: the average number of bits per element.
-        sizes: a row (layer, number of the input, number of elements) for each slot to which the average applies. None:
-            it applies to all slots, with their sizes in the latest measurement.
-        slots: the measurements of each slot by (layer, number of the input), in the order of the forward pass.
+        sizes: a row (layer, number of the input, number of elements) for each slot to which the average applies; None
+            for all slots, with their latest sizes.
+        slots: the measurements of each slot, in the order of the forward pass.
     """
 
     budget: int | None
@@ -156,14 +149,12 @@ def _records(effects: Mapping) -> dict[tuple[str, int], SlotVariance]:
 
 
 class AdaptivePolicy(ProbingPolicy):
-    """A policy that gives important saved tensors (slots) more bits, within a given average number of bits.
+    """A policy that gives important slots more bits, within a given average number of bits.
 
     Args:
         bits: the average number of bits per element, over all slots whose bits the user did not give.
-        names: the names of all layers and functions that may save quantized tensors, the same in every process.
-        interval: the number of steps from one measurement to the next.
-        sizes: {slot: number of elements} of the slots to which the average applies; others have `bits` bits. None: it
-            applies to all slots, with their sizes in the latest measurement.
+        sizes: {slot: number of elements} of the slots to which the average applies; None for all slots, with their
+            latest sizes.
         budget: the bytes from which `bits` and `sizes` were computed (`Budget`), or None.
     """
 
@@ -205,7 +196,7 @@ class AdaptivePolicy(ProbingPolicy):
         return SlotVarianceProbe(self.step)
 
     def merge(self, results: list) -> dict[tuple[str, int], SlotVariance]:
-        """Merge the measurements of all processes: sum variances and elements, and average bits and samples."""
+        """Sum variances and elements over the processes, and average bits and samples."""
         return merge_by_key(results)
 
     def learn(self, result: dict[tuple[str, int], SlotVariance]) -> VarianceKnowledge:
@@ -219,7 +210,7 @@ class AdaptivePolicy(ProbingPolicy):
         return replace(self.knowledge, slots=slots)
 
     def adopt(self, knowledge: VarianceKnowledge) -> None:
-        """Set `self.knowledge`, and choose the bits of all saved tensors from it."""
+        """Set `self.knowledge`, and choose the bits of all slots from it."""
         averages = allocated(knowledge)
         slots = {
             name: slot if slot.is_fixed else replace(slot, bits=averages.get(name, knowledge.bits))
@@ -240,19 +231,16 @@ class AdaptivePolicy(ProbingPolicy):
         return found
 
     def check_result(self, result: dict[tuple[str, int], SlotVariance]) -> None:
-        """Raise InputError if a result names a layer that the model does not have."""
+        """Raise InputError if a result names a layer that the model lacks."""
         for layer, _ in result:
             check_layer(layer, self._layers)
 
 
 def allocated(knowledge: VarianceKnowledge) -> dict[tuple[str, int], float]:
-    """Return the average bits of each slot, from ActNN's optimization problem (10).
+    """Return {slot: average bits} of the slots whose bits the policy chooses, from ActNN's optimization problem (10).
 
     The samples of a slot are divided into parts with similar sensitivities, and each part counts as a tensor of its
     own.
-
-    Returns:
-        {(layer, number of the input): bits per element} of the slots whose bits the policy chooses.
     """
     sizes = None
     if knowledge.sizes is not None:

@@ -2,8 +2,7 @@
 
     min  sum_i  v_i(b_i)     such that     sum_i  d_i b_i <= budget,   least <= b_i <= most
 
-b_i is the number of bits per element of tensor i, d_i the number of its elements, and v_i(b) the variance that rounding
-it to b bits adds to the gradient.
+Tensor i has d_i elements, and rounding it to b bits adds the variance v_i(b) to the gradient.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ def allocate(variances, elements, budget: int, least=MIN_BITS, most=MAX_BITS):
     """Return the bits of each tensor by ActNN's greedy algorithm, in O(n log n).
 
     All tensors start at `most` bits. In each step the tensor whose variance rises least per element loses a bit, until
-    the budget is met. Bits that are left over go to the tensors whose variance falls most. The result is optimal if all
-    tensors have the same size and each further bit of a tensor gains less than the bit before. One bit of a large
-    tensor, such as the probabilities of a loss with many classes, may be much more than the budget needs, so the
-    algorithm also runs with each number of bits of one large tensor, and the best result is returned.
+    the budget is met. Bits that are left over go to the tensors whose variance falls most. Since one bit of a large
+    tensor may be much more than the budget needs, the algorithm also runs with each number of bits of one large tensor,
+    and the best result is returned.
 
     Args:
         variances: (n, 8) finite floats, 0 or more. Entry [i, b - 1] is the variance that rounding tensor i to b bits
@@ -94,11 +92,7 @@ def _allocate(variances, elements, budget, least, most):
 
 
 def reference(variances, elements, budget, least, most):
-    """Return the result of the greedy algorithm of `allocate`, computed with NumPy, as a substitute for the compiled kernel.
-
-    Each further bit that a tensor loses has to add more variance than the bit before. The greedy algorithm then takes
-    the steps in the order of the variance that they add per element, so this function sorts all steps.
-    """
+    """Return the result of `allocate`'s greedy algorithm, by sorting all steps, as a substitute for the compiled kernel."""
     n = len(elements)
     steps = np.arange(most, least, -1)
     losses = variances[:, steps - 2] - variances[:, steps - 1]

@@ -1,4 +1,4 @@
-"""Budgets in bytes: find the average number of bits with which the tensors saved in a forward pass fit a budget."""
+"""Budgets in bytes: the average number of bits with which the tensors saved in a forward pass fit a budget."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class AverageOfBudget(NamedTuple):
     """The bits per element of a forward pass that fit a budget of bytes.
 
     Attributes:
-        average: the average bits per element, which may be below 1 or above 8.
+        average: may be below 1 or above 8.
         least_bytes: the bytes that the forward pass would save with 1 bit per element.
-        elements: {(name of a layer, number of its input): number of elements} of all tensors whose bits may change.
+        elements: {slot: number of elements} of all tensors whose bits may change.
     """
 
     average: float
@@ -45,8 +45,7 @@ class _Saved(NamedTuple):
 class SizeProbe:
     """A probe that counts the elements of each slot whose bits a policy may choose.
 
-    Tensors that no longer exist when the forward pass ends are not counted: those of checkpointed regions, and those of
-    a backward pass within the forward pass.
+    Tensors of checkpointed regions, and of a backward pass within the forward pass, are not counted.
     """
 
     def __init__(self):
@@ -55,14 +54,7 @@ class SizeProbe:
         self._latest: tuple[tuple[str, int], int, int] | None = None
 
     def record_saved(self, slot, elements: int, sensitivities=None):
-        """Note the elements of a saved tensor, and the bytes of its codes.
-
-        Args:
-            slot: the tensor's slot, with its bits.
-            elements: the number of elements.
-            sensitivities: (samples,) the sensitivities that determine the samples' bits; None if all have the same
-                bits.
-        """
+        """Note the elements of a saved tensor, and the bytes of its codes; `sensitivities` is None if all samples have the same bits."""
         self._latest = None
         if in_checkpoint() or slot.is_fixed:
             return

@@ -26,10 +26,6 @@ def make_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
 
     To connect a configuration class of your own to a policy, register a function with `make_policy.register`.
 
-    Args:
-        config: the configuration.
-        facts: the facts about the converted model, such as its layers' names.
-
     Raises:
         InputError: no function is registered for the class of the configuration.
     """
@@ -44,12 +40,8 @@ def checked_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
     Layers ignore the policy if `has_policy` is False. If `adapts` is False they ignore its `averages`, so it only
     divides a tensor's bits among samples.
 
-    Args:
-        config: the configuration.
-        facts: the facts about the converted model, such as its layers' names.
-
     Raises:
-        InputError: `has_policy` or `adapts` does not fit the policy, or no function is registered for the class of the
+        InputError: `has_policy` or `adapts` does not fit the policy, or no function is registered for the
             configuration.
     """
     policy = make_policy(config, facts)

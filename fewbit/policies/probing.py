@@ -1,7 +1,7 @@
 """The base class of policies that measure some forward passes, and choose bits by the measurements.
 
-A step is one forward pass in training. The results of a probe are copied to the host without waiting, and the policy
-learns from them in a later step, after an exchange among the processes that train the model.
+The results of a probe are copied to the host without waiting, and the policy learns from them in a later step, after an
+exchange among the processes that train the model.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ class ProbeRun:
 
     Args:
         path: the path of the module whose forward pass was measured.
-        since: the step of the measured forward pass; after the results were sent to the host, the step in which they
-            were sent.
+        since: the step of the measured forward pass; once the results are sent to the host, the step in which they were
+            sent.
         probe: the probe; None if `result` was loaded from a state.
-        is_sent: whether the probe has ended, and the copy of its numbers to the host was started.
-        result: the result of this process if it was loaded from a state, else None.
-        is_merged: whether `result` is already merged from the results of all processes.
+        is_sent: whether the copy of the probe's numbers to the host was started.
+        result: the result if it was loaded from a state, merged over all processes if `is_merged`.
         groups: the process groups over which results are exchanged; () for a single process.
         lag: the number of steps between the start of the copy to the host and the exchange.
     """
@@ -55,12 +54,8 @@ class ProbeRun:
     def is_ready(self, step: int, path: str) -> bool:
         """Return whether the next stage of the measurement can begin: sending the results, or learning from them.
 
-        With several processes the answer depends only on numbers of steps and on the path, so that the stage begins in
-        the same step in all of them.
-
-        Args:
-            step: the number of steps so far.
-            path: the path of the module whose forward pass begins now.
+        With several processes the answer depends only on numbers of steps and on the path, so that it is the same in
+        all of them.
         """
         if self.probe is None or self.is_sent:
             is_here = self.probe is None or self.probe.is_there()
@@ -72,8 +67,8 @@ class ProbeRun:
     def is_stale(self, step: int, path: str) -> bool:
         """Return whether to replace this measurement by a new one, because the backward pass has not come.
 
-        It waits for PATIENCE (16) steps, or until the same module runs forward again. With several processes,
-        `is_ready` ends the wait instead. The arguments are as in `is_ready`.
+        It waits for PATIENCE steps, or until the same module runs forward again. With several processes, `is_ready`
+        ends the wait instead.
         """
         if self.probe is None or self.is_sent or self.groups:
             return False
@@ -97,14 +92,12 @@ class ProbingPolicy(BitPolicy):
     """A policy that measures some forward passes and learns from the measurements.
 
     A subclass sets `Knowledge`, the `Record` class of all that the policy learns, and `Result`, the type of a probe's
-    result (`records.read`). It implements `new_probe`, `learn`, `adopt`, `fit` and `merge`, and may override
-    `apply_to`.
+    result. It implements `new_probe`, `learn`, `adopt`, `fit` and `merge`, and may override `apply_to`.
 
     Args:
         bits: the average number of bits per element before the first measurement.
         names: the names of all layers and functions that may save quantized tensors, the same in every process.
-        interval: the number of steps from one measurement to the next. The first measurements are in steps 1, 2, 4, 8
-            and so on.
+        interval: the number of steps from one measurement to the next. The first are in steps 1, 2, 4, 8 and so on.
         knowledge: the knowledge before the first measurement.
     """
 
@@ -170,9 +163,7 @@ class ProbingPolicy(BitPolicy):
     def fit(self, knowledge: Record, settings: Mapping) -> Record:
         """Return the part of the knowledge in a controller's state that is of use to this policy.
 
-        Args:
-            knowledge: the knowledge in the state.
-            settings: the settings of the policy that made the state, as `settings` returns them.
+        `settings` are those of the policy that made the state.
 
         Raises:
             InputError: the knowledge is about another model.
@@ -185,12 +176,7 @@ class ProbingPolicy(BitPolicy):
     # -- In a forward pass ---------------------------------------------------------------------------------------
 
     def assign(self, inputs, probe=None) -> BitAssignment:
-        """Return a bit assignment with the present bits, for a forward pass that does not count as a step.
-
-        Args:
-            inputs: the arguments of the forward pass.
-            probe: the caller's probe, which measures the forward pass for the caller; or None.
-        """
+        """Return a bit assignment with the present bits, for a forward pass that does not count as a step."""
         assignment = super().assign(inputs, probe)
         self.apply_to(assignment)
         return assignment
@@ -211,9 +197,8 @@ class ProbingPolicy(BitPolicy):
     def _counts(self, groups) -> bool:
         """Return whether a forward pass counts as a step of the training.
 
-        If several processes train the model (`groups`), forward passes that a process runs alone do not count, because
-        another process may run more or fewer of them. So the first forward pass with other processes undoes what the
-        policy has learned before.
+        Another process may run more or fewer forward passes alone, so these do not count once several processes train
+        the model, and the first joint forward pass undoes what the policy has learned before.
         """
         if groups:
             self._is_joint = True
@@ -226,10 +211,7 @@ class ProbingPolicy(BitPolicy):
         return True
 
     def _next_probe(self, path: str, groups, lag: int):
-        """Continue the measurement under way, and count a step. Return a new probe if a measurement is due, else None.
-
-        The arguments are the fields of `ProbeRun`, for the forward pass that begins.
-        """
+        """Continue the measurement under way, and count a step. Return a new probe if a measurement is due, else None."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None and not groups:
             self.take_in(loaded.result)
@@ -285,10 +267,9 @@ class ProbingPolicy(BitPolicy):
         return {}
 
     def state_dict(self) -> dict:
-        """Return the state: plain numbers and strings, and tensors if the user has numbered the samples (`number_samples`).
+        """Return the state: plain numbers and strings, and tensors if the user has numbered the samples.
 
-        The call waits for numbers that are being copied to the host. The policy does not change, so one of several
-        processes may call this method alone.
+        The policy does not change, so one of several processes may call this method alone.
         """
         with self._lock:
             run = self._loaded if self._run is None else self._run.pending()
@@ -301,13 +282,11 @@ class ProbingPolicy(BitPolicy):
         return {**dict(zip(_ENTRIES, own, strict=True)), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Continue from a state. The policy keeps its own settings, and chooses bits from the knowledge in the state.
-
-        Args:
-            state: the result of `state_dict`. The types of all entries are checked before the policy changes.
+        """Continue from a state, with this policy's own settings.
 
         Raises:
-            InputError: the state is from another policy or model, or has entries of other types.
+            InputError: the state is from another policy or model, or has entries of other types. The policy has not
+                changed.
         """
         self._check_kind(state)
         schedule = read_fields(Schedule, state["schedule"], "schedule")

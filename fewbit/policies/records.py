@@ -107,11 +107,8 @@ _types_of = cache(get_type_hints)
 def read(kind, value, where: str = ""):
     """Return a value of a type from what `plain` has made of it.
 
-    Args:
-        kind: the type, as it is annotated: a number, a string, a `Record`, a NamedTuple, a tuple, a mapping from keys
-            to records, or one of these or None.
-        value: the entry of a state.
-        where: the place of the entry in the state, such as "slots[3].bits".
+    `kind` is a number, a string, a `Record`, a NamedTuple, a tuple, a mapping from keys to records, or one of these or
+    None. `where` is the place in the state, such as "slots[3].bits".
 
     Raises:
         InputError: the entry has another type, an entry is missing or left over, or a number is not finite.
@@ -163,13 +160,7 @@ def wrong(where: str, expected: str, got) -> InputError:
 
 
 def check_layer(name: str, names, kind: str = "layer") -> None:
-    """Raise InputError if a state contains a name that the model lacks.
-
-    Args:
-        name: The name in the state.
-        names: The names of the model's layers or modules.
-        kind: The noun before the name in the message, such as "layer".
-    """
+    """Raise InputError if a state contains a name that is not in `names`; `kind` is the noun before it in the message."""
     if name not in names:
         raise InputError(
             f"expected the state of this model's controller, got one with a {kind} {shorten(name)}, which it lacks"

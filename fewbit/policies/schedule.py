@@ -33,8 +33,7 @@ class Schedule(Record):
 
     Args:
         step: the number of forward passes in training so far.
-        is_due: whether a measurement is due. It takes place when the training loop calls the module that is next in
-            turn.
+        is_due: whether a measurement takes place when the training loop calls the module that is next in turn.
         turns: one `Turn` for each module that the training loop calls, by the module's path.
     """
 

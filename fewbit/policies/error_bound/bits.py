@@ -3,8 +3,6 @@
 If sample n is rounded to b_n bits, the mean squared error of the tensor's elements is at most
 
     sum_n squares_n largest_distortion(kind, b_n) / (number of elements of the tensor)
-
-with the `squares` of the sample (docs/glossary.md). For rotated copies this is the expected error itself.
 """
 
 from __future__ import annotations
@@ -23,13 +21,8 @@ TOLERANCE = 1e-9
 def least_average(squares, samples: int, elements: int, limit: float, kind: str) -> float | None:
     """Return the lowest average number of bits with which the mean squared error is at most `limit`, or None.
 
-    Args:
-        squares: the `squares` of the samples, in rising order: one number for each part of `sizes(samples)`.
-        samples: the number of samples, among which the bits are divided; 0 if all elements have the same whole number
-            of bits.
-        elements: the number of elements of the tensor.
-        limit: the largest mean squared error of the elements that is allowed.
-        kind: the kind of the tensor's copies.
+    `squares` has the `squares` of the samples in rising order, one number for each part of `sizes(samples)`. If
+    `samples` is 0, all elements have the same whole number of bits.
     """
     parts, noise = sizes(samples), _noise(kind)
     allowed = limit * elements

@@ -23,10 +23,10 @@ from fewbit.runtime.codecs import DEFAULT as QUANT
 
 
 class BitChoice(NamedTuple):
-    """The error-bound policy's choice for one saved tensor of a layer (a slot).
+    """The error-bound policy's choice for one slot.
 
     Args:
-        average: bits per element; None if a codec saves the slot, or if the slot is saved exactly.
+        average: bits per element; None if a codec saves the slot, or if it is saved exactly.
         dx2: the largest mean squared error of the slot's elements that the bound allows (dx*^2).
         constraint: the gradient constraint from which `dx2` follows, or None if no gradient depends on the slot.
     """
@@ -37,19 +37,14 @@ class BitChoice(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """The choices for all saved tensors (slots), and the bits of all activations' tables."""
+    """The choices for all slots, and the bits of all activations' tables."""
 
     slots: Mapping[tuple[str, int], BitChoice]
     activations: Mapping[str, int]
 
 
 def choose(knowledge: BoundKnowledge, bound: ErrorBound, given: Mapping[str, int]) -> Choices:
-    """Return the bits that follow from the policy's knowledge, for all saved tensors and activations.
-
-    Args:
-        knowledge: all that the policy has learned.
-        bound: the configuration of the policy.
-        given: {name: bits} of few-bit activations whose bits the user gave.
+    """Return the choices that follow from the policy's knowledge; `given` has the bits of activations that the user gave.
 
     Raises:
         FewbitError: there is no table for an activation's function with the activation's parameters.
@@ -81,14 +76,7 @@ def choose_bits(slot: TensorEstimate, bound: ErrorBound) -> BitChoice:
 
 
 def choose_codec(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound, stats: PayloadStats):
-    """Return the codec for a slot for which `choose_bits` has chosen no number of bits.
-
-    Args:
-        slot: the knowledge of the slot.
-        choice: the choice for the slot.
-        bound: the configuration of the policy.
-        stats: the object into which the codec writes the size of each tensor that it saves.
-    """
+    """Return the codec, which writes the size of each tensor into `stats`, for a slot without a number of bits."""
     if choice.dx2 == 0 or not slot.is_known or bound.codec == QUANT:
         return ExactCodec()
     channels = None

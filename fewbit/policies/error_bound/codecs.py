@@ -18,12 +18,7 @@ class ExactCodec:
 
 @dataclass
 class PayloadStats:
-    """The size of the latest tensor that a codec has saved for one input of a layer.
-
-    Attributes:
-        bits: bits per element, or None before the first tensor.
-        codec: the name of the codec that saved the tensor, or None before the first tensor.
-    """
+    """The size of the latest tensor that a codec has saved for one input of a layer: bits per element, and the codec's name."""
 
     bits: float | None = None
     codec: str | None = None
@@ -38,7 +33,6 @@ class BoundedCodec:
         bound: the largest mean squared error that is allowed.
         channels: the same for each channel (dimension 1), in place of `bound` for a tensor with as many channels, or
             None.
-        stats: the object into which the size of each saved tensor is written.
     """
 
     name: str
@@ -47,7 +41,7 @@ class BoundedCodec:
     stats: PayloadStats = field(default_factory=PayloadStats, compare=False, repr=False)
 
     def quantize(self, x, seed):
-        """Return the compressed form of tensor x, and write its size into `stats`. `seed` determines the rounding."""
+        """Return the compressed form of tensor x, and write its size into `stats`."""
         bound = self.bound
         if self.channels is not None and x.dim() > 1 and x.shape[1] == len(self.channels):
             bound = self.channels

@@ -1,7 +1,6 @@
 """The error-bound policy's knowledge: estimates for each saved tensor and activation, from the last measurements.
 
-All squared norms of a measurement are divided by the sum of its V^2 over all gradients, so a scale factor of the loss
-changes nothing. g is an exact gradient, and g^ the same gradient with errors.
+All squared norms of a measurement are divided by the sum of its V^2, so a scale factor of the loss changes nothing.
 """
 
 from __future__ import annotations
@@ -49,13 +48,11 @@ class ActivationRow(NamedTuple):
 
 @dataclass(frozen=True)
 class ConstraintEstimate(Record):
-    """The last measurements of one constraint: a bound on the squared error of one gradient.
+    """The last measurements of one `GradientConstraint`.
 
     Args:
-        label: the name of the gradient, as in `GradientConstraint`.
-        kind: whether the gradient's error follows from a formula or was measured, as in `GradientConstraint`.
         rows: the constraint in each measurement, the latest last.
-        pairs: the gradient's squared norms with errors and without, as measured by the monitor (`monitor.py`).
+        pairs: the gradient's squared norms as measured by the monitor.
         missed: the number of measurements of the saved tensor since the last one with this constraint.
     """
 
@@ -73,10 +70,8 @@ class ConstraintEstimate(Record):
     def dx2(self, e2: float, window: str) -> float:
         """Return the largest mean squared error of the saved tensor that this constraint allows.
 
-        Args:
-            e2: the squared gradient error that is allowed, divided by the gradient's squared norm V^2.
-            window: "mean" takes the means of V^2 and of the squared coefficients over the measurements. "max" takes the
-                mean of V^2, and the largest squared coefficients.
+        `window` "mean" takes the means of V^2 and of the squared coefficients over the measurements, "max" the mean of
+        V^2 and the largest squared coefficients.
         """
         if not self.rows:
             return math.inf
@@ -88,18 +83,14 @@ class ConstraintEstimate(Record):
 
 @dataclass(frozen=True)
 class TensorEstimate(Record):
-    """All that is known of one saved tensor of a layer (a slot).
-
-    The fields from `name` to `dtype_bytes` are those of the latest measurement, a `TensorNorms`.
+    """All that is known of one slot. The fields from `name` to `dtype_bytes` are those of the latest `TensorNorms`.
 
     Args:
         spreads: `TensorNorms.squares` of each measurement, divided by the number of elements of a sample.
-        weights: the weights by which bits are divided among channels, averaged over measurements; None if all channels
-            have the same weight.
+        weights: the weights by which bits are divided among channels, averaged over measurements; None for equal
+            weights.
         weighed: the number of measurements in the average `weights`, at most HISTORY.
-        constraints: the constraints of the gradients that depend on the slot, by label.
         missed: the number of measurements since the slot was last measured.
-        quantizer: the kind of the copies that the group quantizer makes for the slot.
     """
 
     name: str
@@ -135,10 +126,7 @@ class TensorEstimate(Record):
         return min(found, key=lambda pair: pair[0], default=(math.inf, None))
 
     def least_average(self, dx2: float, window: str) -> float | None:
-        """Return the lowest average bits with which the mean squared error is at most `dx2`; None if 8 bits are not enough.
-
-        `window`, "mean" or "max", says whether the mean or the largest of the squares in the last measurements counts.
-        """
+        """Return the lowest average bits with which the mean squared error is at most `dx2`; None if 8 bits are not enough."""
         parts = parts_of(self.samples)
         alike = [spread for spread in self.spreads if len(spread) == parts]
         combined = max if window == "max" else mean
@@ -146,10 +134,7 @@ class TensorEstimate(Record):
         return least_average(squares, self.samples, self.samples or 1, dx2, self.quantizer)
 
     def pairs(self, is_exact: bool = False) -> tuple[Pair, Pair]:
-        """Return the sums of the `Pair`s of parameters' gradients and of all gradients.
-
-        If `is_exact`, because the tensor is saved exactly, both norms of each `Pair` are the norm without errors.
-        """
+        """Return the sums of the `Pair`s of parameters' gradients and of all gradients; without errors if `is_exact`."""
         seen = []
         for constraint in self.constraints.values():
             if is_exact and constraint.rows:
@@ -163,12 +148,7 @@ class TensorEstimate(Record):
     def excess(self, limit: float, of_parameters: bool, is_exact: bool) -> tuple[float, float]:
         """Return the mean of |g^|^2 - limit |g|^2 over the monitor's measurements, and the square of its standard error.
 
-        With fewer than LEAST_SEEN (3) measurements, the standard error is taken to be as large as the mean.
-
-        Args:
-            limit: the largest |g^|^2 / |g|^2 that is allowed.
-            of_parameters: whether only gradients of parameters count.
-            is_exact: whether the tensor is saved exactly.
+        With fewer than LEAST_SEEN measurements, the standard error is taken to be as large as the mean.
         """
         if is_exact:
             pair = self.pairs(is_exact=True)[not of_parameters]
@@ -209,13 +189,7 @@ class ActivationEstimate(Record):
         return self.name
 
     def allowed(self, e2: float, window: str) -> float:
-        """Return the largest error max |q - f'| of the activation's table that the bound on the input's gradient allows.
-
-        Args:
-            e2: the squared gradient error that is allowed, divided by the gradient's squared norm.
-            window: "mean" takes the means of the squared norms over the measurements, "max" the smallest error that a
-                measurement allows.
-        """
+        """Return the largest error max |q - f'| of the activation's table that the bound on the input's gradient allows."""
         if window == "max":
             return min(allowed_error(row.grad2, e2, row.v2) for row in self.rows)
         v2, grad2 = (mean(values) for values in zip(*self.rows, strict=True))
@@ -227,7 +201,7 @@ class BoundKnowledge(Record):
     """All that the error-bound policy has learned.
 
     Args:
-        slots: the estimates of saved tensors (slots), by (layer, number of the input).
+        slots: the estimates of slots, by name.
         activations: the estimates of activations, by name.
         next: the position, in the order of `slots`, of the slot with which the monitor's next measurement begins.
         has_warned: whether the user was warned that gradients exceed the bound.
@@ -240,7 +214,7 @@ class BoundKnowledge(Record):
 
 
 def is_of_parameter(label: str) -> bool:
-    """Return whether a gradient's label, such as "weight" or "input", stands for a gradient of a parameter."""
+    """Return whether a gradient's label stands for a gradient of a parameter."""
     return label.rpartition(" ")[2] == "weight"
 
 

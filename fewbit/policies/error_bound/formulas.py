@@ -11,18 +11,7 @@ from fewbit.errors import InputError
 
 
 def tolerance(e2: float, v2: float) -> float:
-    """Return e2 V2, the squared gradient error that AC-GC allows in its formula (6).
-
-    Args:
-        e2: the squared error that is allowed, relative to V2.
-        v2: the squared norm of the exact gradient.
-
-    Returns:
-        The product; 0 if either factor is 0, even if the other is infinite.
-
-    Raises:
-        InputError: a factor is negative.
-    """
+    """Return e2 V2, the squared gradient error that AC-GC allows in its formula (6); 0 if a factor is 0, even beside infinity."""
     e2, v2 = square("e2", e2), square("v2", v2)
     return e2 * v2 if e2 and v2 else 0.0
 
@@ -43,16 +32,7 @@ def quotient(allowed: float, cost: float) -> float:
 
 
 def polynomial_error(allowed: float, first: float, second: float) -> float:
-    """Solve (first dx + second dx^2)^2 = allowed for dx, and return dx^2, accurate also if `second` is small.
-
-    Args:
-        allowed: the squared gradient error that is allowed.
-        first: the coefficient of dx, 0 or more.
-        second: the coefficient of dx^2, 0 or more.
-
-    Returns:
-        dx^2; infinite if both coefficients are 0.
-    """
+    """Solve (first dx + second dx^2)^2 = allowed for dx, and return dx^2; infinity if both coefficients are 0."""
     target = math.sqrt(allowed)
     if target in (0.0, math.inf):
         return quotient(target, first + second)

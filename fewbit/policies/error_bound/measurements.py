@@ -1,7 +1,6 @@
 """The measurements of an `ErrorBoundProbe`, and the functions that compute the probe's result from them on the host.
 
-Each measured number is in a small tensor on the device. `host` maps the `id` of such a tensor to the list of its
-values, after the copy to the host.
+`host` maps the `id` of a tensor of measured numbers to the list of its values, after the copy to the host.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ class MeasuredTensor:
     """The measurements of one saved tensor of a layer. A layer that is called several times saves several tensors of one slot.
 
     Args:
-        name: the name of the tensor's slot.
-        elements: the number of elements.
         has_samples: whether the tensor's bits are divided among its samples.
         errors: (rows,) the sum of squared rounding errors in each entry of dimension 0.
         error: 0-D, the root of the sum of all squared errors.
@@ -44,12 +41,11 @@ class MeasuredGradient:
     """The measurements of one gradient of a layer, on their way to the host.
 
     Args:
-        part: the error model of the gradient: its squared error as a function of the tensor's error.
-        label: the gradient's name, such as "weight" (see `GradientConstraint`).
-        kind: EXPECTED if `part` follows from a formula, MEASURED if it was measured with noise.
+        part: the squared error of the gradient as a function of the tensor's error.
+        label: as in `GradientConstraint`, as `kind`.
         tensor: the saved tensor from which the gradient is computed.
         size: 0-D, the Euclidean norm of the gradient.
-        exact: 0-D, the Euclidean norm of the same gradient computed from the exact values of the saved tensor, or None.
+        exact: the same, of the gradient computed from the exact values of the saved tensor, or None.
     """
 
     part: GradientError
@@ -64,7 +60,6 @@ class Share(NamedTuple):
     """One gradient of one call of a layer, with the effect of the error of one slot on this gradient.
 
     Args:
-        found: the measurements of the gradient.
         cost: the squared error of the gradient as a function of the slot's error.
         v2: the squared norm without errors: the measured squared norm, minus the expected squared error.
         slots: the number of slots on which the gradient depends, among which its allowed error is divided equally.
@@ -77,10 +72,7 @@ class Share(NamedTuple):
 
 
 def shares_by_slot(host, calls: list[list[MeasuredGradient]]) -> dict[tuple, list[Share]]:
-    """Return {slot's name: shares}, with one `Share` for each gradient on which the slot's error has an effect.
-
-    `calls` has, for each call of a layer's backward, the gradients that the call computed.
-    """
+    """Return {slot's name: shares}; `calls` has the gradients that each call of a layer's backward computed."""
     found = {}
     for gradients in calls:
         for share in _shares(host, gradients):
@@ -125,16 +117,9 @@ def constraints_of(
 ) -> list[tuple[GradientConstraint, list[float] | None]]:
     """Return pairs (constraint on the error of one slot, effects of the slot's channels), one for each label and kind.
 
-    The effects are numbers in proportion to each channel's part of the gradient's squared error; None if the slot has
-    no channels. Gradients with the same label and kind come from several calls of one layer, and give one constraint
-    together.
-
-    Args:
-        host: {id of a tensor of measured numbers: their values}.
-        shares: one for each gradient that depends on the slot.
-        tried: the variance of the noise (`MeasuredTensor.deviation`), averaged over all elements of the slot. The
-            errors of several tensors of the slot are assumed to remain in the proportions of their noise when the bits
-            change.
+    The effects are in proportion to each channel's part of the gradient's squared error; None without channels. `tried`
+    is the variance of the noise, averaged over all elements of the slot. The errors of several tensors of the slot are
+    assumed to remain in the proportions of their noise when the bits change.
     """
     by_label = {}
     for share in shares:
@@ -162,16 +147,10 @@ def _sum_of_channels(costs: list[list[float]]) -> list[float] | None:
 
 
 def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) -> tuple | None:
-    """Return the weights of a slot's channels, with mean 1: larger if errors of the channel have more effect.
+    """Return the weights of a slot's channels, with mean 1, or None if all have the same weight.
 
-    The effect of a channel on a gradient is its part of first^2 / V^2 (`GradientConstraint`), and the largest effect on
-    a gradient counts.
-
-    Args:
-        costs: pairs (constraint, effects of the channels), as `constraints_of` returns them.
-
-    Returns:
-        (channels,) weights; None if there are no channels, or if all have the same weight.
+    The largest part of first^2 / V^2 of a gradient that comes from the channel decides. `costs` is from
+    `constraints_of`.
     """
     costs = [pair for pair in costs if pair[0].v2 > 0 and pair[0].first > 0]
     lengths = {len(channels) for _, channels in costs if channels is not None and sum(channels) > 0}

@@ -1,7 +1,6 @@
 """The monitor of the error-bound policy: it compares gradients with exact ones, and warns if they exceed the bound.
 
-The probe keeps the exact values of some saved tensors, and computes the gradients from these values too. This takes
-memory, so each measurement includes a few slots only, in turn.
+The exact values take memory, so each measurement includes a few slots only, in turn.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ Slots = Mapping[tuple[str, int], TensorEstimate]
 def turn_of(slots: Slots, start: int, exact: Container) -> list[tuple[str, int]]:
     """Return the slots that the next measurement compares; their exact values take no more memory than the largest slot's.
 
-    Args:
-        slots: the knowledge of all slots.
-        start: the position of the slot to begin with.
-        exact: the slots that are saved exactly, and so need no comparison.
+    `start` is the position of the slot to begin with, and slots in `exact` are saved exactly.
     """
     names, taken = list(slots), []
     sizes = {
@@ -47,12 +43,8 @@ def next_start(
 ) -> int:
     """Return the position of the slot with which the monitor's next measurement begins: the first that was not reached.
 
-    Args:
-        turn: the slots that the latest measurement was to compare, from `turn_of`.
-        start: the position with which the latest measurement began.
-        before: the knowledge of all slots before the latest measurement.
-        now: the knowledge after this measurement, without slots that were forgotten.
-        seen: the slots that the latest measurement has measured.
+    The arguments are the result of `turn_of`, its start, the knowledge of all slots before and after the measurement,
+    and the slots that it measured.
     """
     if not turn:
         return start
@@ -63,17 +55,13 @@ def next_start(
 
 
 def total_ratio(slots: Slots, exact: Container) -> float | None:
-    """Return E|g^|^2 / E|g|^2 over all slots; None before the first measurement.
-
-    If gradients of parameters were measured, only these count. Slots in `exact`, which are saved exactly, contribute as
-    if g^ = g.
-    """
+    """Return E|g^|^2 / E|g|^2 over all slots, of parameters if any was measured; None before the first measurement."""
     of_parameters, of_all = _totals(slots, exact)
     return ratio_of(of_parameters if of_parameters.exact2 > 0 else of_all)
 
 
 def is_exceeded(slots: Slots, exact: Container, limit: float) -> bool:
-    """Return whether `total_ratio` is above the limit by more than three standard errors, and so not by chance."""
+    """Return whether `total_ratio` is above the limit by more than three standard errors."""
     of_parameters = _totals(slots, exact)[0].exact2 > 0
     means, squares = zip(
         *(slot.excess(limit, of_parameters, name in exact) for name, slot in slots.items()),

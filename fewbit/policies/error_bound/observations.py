@@ -1,7 +1,7 @@
 """The result of a probe of the error-bound policy, in one process or merged over several.
 
-Processes round independently, so squared errors add up: each coefficient of a merged D is the root of the sum of its
-squares, which by Minkowski's inequality gives an upper bound of the sum of all D.
+Processes round independently, so each coefficient of a merged D is the root of the sum of its squares, which by
+Minkowski's inequality gives an upper bound of the sum of all D.
 """
 
 from __future__ import annotations
@@ -35,18 +35,14 @@ def merged_kind(kinds: list[str]) -> str:
 
 @dataclass(frozen=True)
 class GradientConstraint(Record):
-    """A constraint D <= e2 V^2 on the squared error D of one gradient, as a limit of the error of one slot.
+    """A constraint D <= e2 V^2 on the squared error D = (first dx + second dx^2)^2 of one gradient; dx^2 is a slot's mean squared error.
 
-    D = (first dx + second dx^2)^2, where dx^2 is the mean squared error of the slot's elements. If a gradient depends
-    on several slots, D is multiplied by their number, which divides the allowed error equally.
+    If the gradient depends on several slots, D is multiplied by their number, which divides the allowed error equally.
 
     Args:
-        label: the name of the input or parameter whose gradient it is, such as "weight", after the name of the layer if
-            another layer saved the slot ("block.q_proj: weight").
-        kind: EXPECTED if D follows from a formula, MEASURED if D was measured.
+        label: the input or parameter whose gradient it is, such as "weight", after the name of the layer if another
+            layer saved the slot ("block.q_proj: weight").
         v2: V^2, the squared norm of the gradient without errors, summed over the calls of the layer.
-        first: the coefficient of dx.
-        second: the coefficient of dx^2.
     """
 
     label: str
@@ -57,10 +53,7 @@ class GradientConstraint(Record):
 
 
 class MonitoredNorms(NamedTuple):
-    """The squared norms of one gradient: `hat2` with the errors of saved tensors, `exact2` from their exact values.
-
-    Both start from the same gradient of the layer's result.
-    """
+    """The squared norms of one gradient: `hat2` with the errors of saved tensors, `exact2` from their exact values."""
 
     label: str
     hat2: float
@@ -83,19 +76,15 @@ class TensorNorms(Record):
     """The measurements of one slot in one forward and backward pass.
 
     Args:
-        name: the layer's name.
-        input: the number of the layer's input.
         average: the bits per element with which the slot was saved.
         is_fixed: whether the user gave these bits.
-        elements: the number of elements of all tensors of the slot.
         samples: the number of samples among which the bits are divided; 0 if all samples have the same bits.
-        squares: the `squares` of the samples in rising order, cut into SPREAD (16) parts of nearly equal size: the mean
-            of each part, then zeros. If `samples` is 0, the first number is the sum for the whole tensor.
+        squares: the `squares` of the samples in rising order, cut into SPREAD parts of nearly equal size: the mean of
+            each part, then zeros. If `samples` is 0, the first number is the sum for the whole tensor.
         error2: the mean squared error of the elements.
         dtype_bytes: the bytes of an element if it is saved exactly.
-        constraints: the constraints of the gradients that depend on the slot; none if no gradient was computed.
-        channel_weights: 1 / dx*^2 of each channel (dimension 1), scaled to mean 1, where dx*^2 is the mean squared
-            error that the constraints allow; None if there are no channels, or if all have the same weight.
+        constraints: those of the gradients that depend on the slot.
+        channel_weights: 1 / dx*^2 of each channel (dimension 1), scaled to mean 1; None for equal weights.
         is_known: whether all gradients that depend on the slot were measured.
         monitored: the squared norms of gradients that were also computed from exact values.
         quantizer: the kind of the copies that the group quantizer makes for the slot.
@@ -123,21 +112,13 @@ class TensorNorms(Record):
 
 
 def parts_of(samples: int) -> int:
-    """Return the number of parts into which samples are divided: as many as samples, at least 1 and at most SPREAD."""
+    """Return the number of parts into which samples are divided, at least 1 and at most SPREAD."""
     return min(samples, SPREAD) or 1
 
 
 @dataclass(frozen=True)
 class ActivationNorms(Record):
-    """The measurements of one few-bit activation.
-
-    Args:
-        name: the module's path; for a function that a module calls, "module's path:function".
-        function: the function's name in `fewbit.functions`.
-        parameters: the function's parameters.
-        v2: the squared norm of the input's gradient, summed over calls.
-        grad2: the squared norm of the result's gradient, summed over calls.
-    """
+    """The measurements of one few-bit activation: the squared norms of its input's and its result's gradient, summed over calls."""
 
     name: str
     function: str

@@ -1,8 +1,7 @@
 """The policy of `ErrorBound`: the fewest bits with which the error of each gradient stays within a bound.
 
-In some steps an `ErrorBoundProbe` measures, for every gradient that depends on a slot, V^2 and D
-(`GradientConstraint`). As in the paper AC-GC, D = e2 V^2 gives dx*, and the smallest dx* determines the slot's bits
-until the next measurement (docs/guides/error_bound.md).
+As in the paper AC-GC, D = e2 V^2 gives dx* of each gradient, and the smallest dx* determines the slot's bits until the
+next measurement (docs/guides/error_bound.md).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _SETTINGS = "e2", "window", "codec", "by_channel"
 
 
 class ErrorBoundPolicy(ProbingPolicy):
-    """A policy that gives each saved tensor and each activation as few bits as a bound on gradient errors allows.
+    """A policy that gives each slot and each activation as few bits as a bound on gradient errors allows.
 
     Args:
         bound: the configuration, which contains the bound e2.
@@ -192,7 +191,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         return {name: getattr(self.bound, name) for name in _SETTINGS}
 
     def check_result(self, result: ProbeResult) -> None:
-        """Raise InputError if a result names a layer that the model does not have."""
+        """Raise InputError if a result names a layer that the model lacks."""
         for layer, _ in result.slots:
             check_layer(layer, self._layers)
 

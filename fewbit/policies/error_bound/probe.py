@@ -43,12 +43,7 @@ from fewbit.runtime.saved.assignment import TensorSlot
 
 @dataclass(eq=False)
 class _Rounding:
-    """The object that the autograd graph holds for a saved tensor. Nothing else keeps it alive.
-
-    Args:
-        tensor: the measurements of the tensor.
-        exact: the tensor's exact values, if its slot is monitored.
-    """
+    """The measurements and perhaps the exact values of a saved tensor. Only the autograd graph keeps this object alive."""
 
     tensor: MeasuredTensor
     exact: torch.Tensor | None = None
@@ -57,15 +52,9 @@ class _Rounding:
 class ErrorBoundProbe(VarianceProbe):
     """The object that measures one forward pass and its backward pass for the error-bound policy.
 
-    The squared norm of a measured gradient contains, on average, the D of the present errors, which the probe subtracts
-    to find V^2. For monitored slots it also runs the layer's backward with exact values, from the same gradient of the
-    layer's output, so the ratio |g^|^2 / |g|^2 contains no errors of other layers. The probe never raises an exception.
-    For a layer whose gradients are not ordinary dense tensors there is no result.
-
-    Args:
-        seed: the seed of the noise.
-        monitored: the slots whose exact values are kept until the backward pass has ended or failed, or until the graph
-            is freed.
+    The squared norm of a measured gradient contains, on average, the D of the present errors, which is subtracted to
+    find V^2. For slots in `monitored` the layer's backward also runs with exact values, which are kept until the
+    backward pass has ended or failed, or the graph is freed. The probe never raises an exception.
     """
 
     def __init__(self, seed: int, monitored: frozenset[tuple[str, int]] = frozenset()):
@@ -81,16 +70,9 @@ class ErrorBoundProbe(VarianceProbe):
     # -- In the forward pass ---------------------------------------------------------------------------------
 
     def record_rounding(self, slot: TensorSlot, record: QuantizationRecord) -> _Rounding | None:
-        """Measure the rounding errors of a saved tensor.
+        """Measure the rounding errors of a saved tensor, and return an object for the autograd graph to hold, if the probe is open.
 
         The deviation of the noise is that of the present errors or that of rounding to 8 bits, whichever is larger.
-
-        Args:
-            slot: the tensor's slot, with the name and the bits.
-            record: the tensor and its quantized copy.
-
-        Returns:
-            An object with the measurements, for the autograd graph to hold; None if the measurement has ended.
         """
         if not self._is_open:
             return None
@@ -251,16 +233,7 @@ class _WithExactValues(Restoring):
 def _gradient(
     slot: TensorSlot, part: GradientError, labels, kind, results, exact
 ) -> MeasuredGradient:
-    """Return the measurements of one gradient of a layer.
-
-    Args:
-        slot: the slot on whose error the gradient depends.
-        part: the error model of the gradient.
-        labels: the names of the layer's inputs.
-        kind: EXPECTED if `part` is a formula, MEASURED if it was measured.
-        results: the gradients of all inputs of the layer.
-        exact: the same gradients computed from exact values, or None.
-    """
+    """Return the measurements of one gradient of a layer; `exact` has the gradients computed from exact values, or None."""
     label = labels[part.place]
     if slot.user is not None:
         label = f"{slot.user}: {label}"

@@ -1,7 +1,7 @@
 """The bits that an activation's table needs so that the table's largest error is within a bound.
 
-The error of the step function q that replaces f' is the same in every step and does not average out, so only a
-worst-case bound holds (docs/concepts/theory/ac_gc.md, section 8).
+The error of q is the same in every step and does not average out, so the bound is that of the worst case
+(docs/concepts/theory/ac_gc.md, section 8).
 """
 
 from __future__ import annotations
@@ -23,15 +23,7 @@ from fewbit.table import Table
 
 
 def least_bits(function: str, parameters: tuple[float, ...], allowed: float) -> int | None:
-    """Return the fewest bits with which the largest error of a function's default table is at most `allowed`, or None.
-
-    Tables that are not part of the package are solved when they are first needed.
-
-    Args:
-        function: a name in `fewbit.functions`.
-        parameters: the function's parameters.
-        allowed: the largest |q - f'| that is allowed.
-    """
+    """Return the fewest bits with which max |q - f'| of a function's default table is at most `allowed`, or None."""
     for bits in range(MIN_BITS, MAX_BITS + 1):
         if table_error(function, parameters, bits) <= allowed:
             return bits
@@ -58,25 +50,15 @@ def is_known(function: str, parameters: tuple[float, ...]) -> bool:
 
 
 def allowed_error(grad2: float, e2: float, v2: float) -> float:
-    """Return the largest error E of an activation's table, max |q - f'|, that the bound allows: E^2 grad2 = e2 v2.
-
-    Args:
-        grad2: |g|^2, where g is the gradient of the activation's result.
-        e2: the squared error that is allowed, relative to v2.
-        v2: the squared norm of the exact gradient of the activation's input.
-    """
+    """Return the largest error E of an activation's table, max |q - f'|, that the bound allows: E^2 grad2 = e2 v2."""
     return math.sqrt(quotient(tolerance(e2, v2), square("grad2", grad2)))
 
 
 def largest_table_error(table: Table, low: float, high: float) -> float:
-    """Return max |q(x) - f'(x)| over low <= x <= high. The levels of q are rounded to float32, as at run time.
+    """Return max |q(x) - f'(x)| over low <= x <= high, an interval that may leave the table's domain.
 
     Between breaks of q, kinks of f and extrema of f' the error is monotone, so its maximum is at one of these points.
-
-    Args:
-        table: the table of q. If it is unbiased, q(x) is the worse of the two levels between which it draws.
-        low: the lower end of the interval, which may lie outside the table's domain.
-        high: the upper end of the interval.
+    If the table is unbiased, q(x) is the worse of the two levels between which it draws.
 
     Raises:
         InputError: the interval is empty or infinite.

@@ -31,13 +31,7 @@ MOST_RATIO = 1e250
 
 
 def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) -> TensorEstimate:
-    """Return the knowledge of a slot after one more measurement.
-
-    Args:
-        before: the knowledge so far, or None.
-        now: the new measurement of the slot.
-        total: the sum of V^2 over all gradients of the measurement.
-    """
+    """Return the knowledge of a slot after one more measurement, whose V^2 over all gradients add up to `total`."""
     scale = (now.samples or 1) / now.elements if now.elements else 0.0
     spread = tuple(capped(scale * square) for square in now.squares[: parts_of(now.samples)])
     weights, weighed, spreads = None, 0, ()
@@ -68,13 +62,7 @@ def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) 
 
 
 def updated(before: Mapping, now: Mapping, update: Callable) -> dict:
-    """Return estimates by name, updated with one measurement; without estimates that more than FORGOTTEN (8) have missed.
-
-    Args:
-        before: the estimates so far.
-        now: the measured values, by the same names.
-        update: a function that returns the new estimate, given the old estimate (or None) and the measured value.
-    """
+    """Return estimates by name, updated with one measurement; without estimates that more than FORGOTTEN have missed."""
     found = {}
     for name in {**before, **now}:
         if name in now:
@@ -97,7 +85,7 @@ def _updated_constraints(before: Mapping, now: TensorNorms, total: float) -> dic
 def updated_activation(
     before: ActivationEstimate | None, now: ActivationNorms, total: float
 ) -> ActivationEstimate:
-    """Return the knowledge of an activation after one more measurement. The arguments are as in `updated_slot`."""
+    """Return the knowledge of an activation after one more measurement; see `updated_slot`."""
     row = ActivationRow(capped(now.v2 / total), capped(now.grad2 / total))
     rows = _latest(() if before is None else before.rows, row)
     return ActivationEstimate(now.name, now.function, now.parameters, rows)

@@ -1,7 +1,6 @@
 """Backends: the functions that compress tensors on one type of device, as compiled kernels or in plain torch.
 
-`of` chooses the best backend that works on a tensor's device. A *code* is the integer of 1 to 8 bits that is saved for
-one element. A backend is an object with these attributes, which the module `reference` defines and documents:
+A backend is an object with these attributes, which the module `reference` defines and documents:
 
     name                         the name in reports: "reference", "cuda" or an instruction set of the CPU
     pack, unpack                 store codes as bit-planes in int32 words, and read them back
@@ -9,7 +8,7 @@ one element. A backend is an object with these attributes, which the module `ref
     encode                       get the codes that a few-bit activation saves
     decode_mul                   get the gradient of the activation's input from these codes
     forward                      get the activation's result and its codes in one pass over memory
-    quantize, dequantize         the group quantizer: get codes and ranges of groups, and approximate values from them
+    quantize, dequantize         get codes and ranges of groups, and approximate values from them
     channel_statistics           get the means and the scales of a tensor's channels
     squares                      get the numbers that decide how a tensor's bits are shared among its samples
     share_bits                   get the bits of each sample from these numbers
@@ -17,18 +16,15 @@ one element. A backend is an object with these attributes, which the module `ref
     can_quantize_result          tell whether `forward_quantized` has a pass for an activation
     batch_norm_backward          get batch norm's gradients from a rotated copy of its normalized input
     can_compute_batch_norm       tell whether `batch_norm_backward` has a kernel for a copy
-    grid_fixed                   get the grid: the values that the fixed-point codes of a norm's channels stand for
+    grid_fixed                   get the values that the fixed-point codes of a norm's channels stand for
     encode_fixed                 get the fixed-point codes of a norm's normalized input
     decode_fixed                 get approximate values from fixed-point codes
     mask_fixed                   get a ReLU's gradient from the signs in fixed-point codes
 
-Every function takes and returns tensors of one device, and has the signature that it has in `reference`. All backends
-return the same codes, ranges and dequantized values, bit for bit. They differ in two ways only. `forward`,
-`forward_quantized` and `batch_norm_backward` return None in a backend that has no such pass. `squares` and
-`batch_norm_backward` add up in an order of the backend's own.
-
-To add a backend, write a new file here and let `_choose` select it by device. This folder may import `runtime.format`
-and `runtime.interop`.
+All backends return the same codes, ranges and dequantized values, bit for bit, except that `forward`,
+`forward_quantized` and `batch_norm_backward` return None in a backend without such a pass, and that `squares` and
+`batch_norm_backward` add up in an order of their own. To add a backend, write a new file here and let `_choose` select
+it by device. This folder may import `runtime.format` and `runtime.interop`.
 """
 
 from __future__ import annotations

@@ -41,12 +41,9 @@ _registered = {}
 """{class of kernels: (the table of its ops, which must live as long as torch, and True)}"""
 _NO_VECTORS = None, None, 1
 _UNUSED_BITS = 1
-"""The argument `bits` of a `CopyShape` if each sample has its own bits. Kernels only check that the number is valid."""
+"""The argument `bits` of a `CopyShape` if each sample has its own bits."""
 _MOST_SAMPLES = 8192
-"""The largest number of samples that one block of threads divides bits among, or orders.
-
-For more samples, torch's own operations do this work.
-"""
+"""The largest number of samples that one block of threads divides bits among, or orders; torch's operations handle more."""
 _MOST_BITS_OF_BATCH_NORM = 4
 # Tables with more breaks or points, which only unusual functions of a user have, do not fit the parameters of a CUDA
 # kernel.
@@ -61,10 +58,9 @@ class Kernels:
     writes.
 
     Args:
-        kernels: the object that contains the kernels, an attribute of the extension module `fewbit._kernels`. The kernels
-            ask torch for the number of threads or the current stream.
-        widths_arguments: a function of the bits of each sample, (N,) uint8, or None. It returns the arguments that tell a
-            kernel of the group quantizer these bits.
+        kernels: the object that contains the kernels, an attribute of the extension module `fewbit._kernels`.
+        widths_arguments: a function of the bits of each sample, (N,) uint8, or None, that returns the arguments by
+            which a kernel of the group quantizer knows them.
         name: the name of the kernels in reports.
     """
 
@@ -75,10 +71,7 @@ class Kernels:
         self.name = name
 
     def register_ops(self) -> bool:
-        """Let torch's dispatcher call the kernels of `runtime/ops/dense_ops.py` without Python; return whether it does.
-
-        The kernels of a device type are registered once in a process.
-        """
+        """Let torch's dispatcher call the kernels of `dense_ops.py` without Python, once in a process; return whether it does."""
         kind = type(self._kernels)
         if kind not in _registered and _kernels.load_shim(torch._C.__file__):
             table = _table(Encoding.parse(mask_text(1.0)))
@@ -86,25 +79,25 @@ class Kernels:
         return kind in _registered
 
     def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
-        """Pack codes as bit-planes, see `reference.pack`."""
+        """Pack codes as bit-planes."""
         packed = _packed(codes.numel(), bits, codes.device)
         self._kernels.pack(codes, bits, packed)
         return packed
 
     def unpack(self, packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
-        """Return the codes that `pack` packed, see `reference.unpack`."""
+        """Return the codes that `pack` packed."""
         codes = torch.empty(n, dtype=torch.uint8, device=packed.device)
         self._kernels.unpack(packed, bits, codes)
         return codes
 
     def draw_seeds(self, counter: torch.Tensor, count: int) -> torch.Tensor:
-        """Return seeds that are drawn from a counter, see `reference.draw_seeds`."""
+        """Return seeds that are drawn from a counter."""
         seeds = torch.empty(count, dtype=torch.int64, device=counter.device)
         self._kernels.draw_seeds(counter, seeds)
         return seeds
 
     def encode(self, x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None):
-        """Return the packed codes of an activation's input, see `reference.encode`."""
+        """Return the packed codes of an activation's input."""
         table = _table(encoding)
         if table is None:
             return reference.encode(x, encoding, seed)
@@ -115,7 +108,7 @@ class Kernels:
     def decode_mul(
         self, grad: torch.Tensor, packed: torch.Tensor, encoding: Encoding, out: torch.Tensor
     ) -> None:
-        """Write the gradient of an activation's input to `out`, see `reference.decode_mul`."""
+        """Write the gradient of an activation's input to `out`."""
         table = _table(encoding)
         if table is None:
             return reference.decode_mul(grad, packed, encoding, out)
@@ -124,7 +117,7 @@ class Kernels:
         self._kernels.decode_mul(table, grad, packed, out)
 
     def forward(self, x, function, parameters, encoding, seed, out):
-        """Compute an activation and the codes of x in one pass over memory, or return None, see `reference.forward`."""
+        """Compute an activation and the codes of x in one pass over memory, or return None."""
         number, table = _NUMBERS.get(function), _table(encoding)
         if number is None or table is None or x.dtype == torch.float64:
             return None
@@ -133,7 +126,7 @@ class Kernels:
         return packed
 
     def can_quantize_result(self, function: str) -> bool:
-        """Return whether `forward_quantized` has a kernel for a function, see `reference.can_quantize_result`."""
+        """Return whether `forward_quantized` has a kernel for a function."""
         if hasattr(self._kernels, "forward_quantized"):
             return function in _NUMBERS
         return function == "relu"
@@ -154,7 +147,7 @@ class Kernels:
         """Compute an activation, the codes of x and the quantized result in one pass over memory, or return None.
 
         On CUDA there is such a pass for masked copies of the results of ReLUs, see `relu_quantized` in
-        csrc/cuda/kernels.h. See `reference.forward_quantized` for the arguments.
+        csrc/cuda/kernels.h.
         """
         if not hasattr(self._kernels, "forward_quantized"):
             if not self.can_quantize_result(function) or kind != MASKED:
@@ -202,7 +195,7 @@ class Kernels:
         normalize=None,
         kind=UNIFORM,
     ):
-        """Quantize a tensor, see `reference.quantize`."""
+        """Quantize a tensor."""
         if widths is None:
             copy, words, rows = _copy(x.shape, bits, group_size, kind)
         else:
@@ -217,14 +210,14 @@ class Kernels:
         return packed, ranges
 
     def channel_statistics(self, x, count, normalize=None):
-        """Estimate the mean and the scale of each channel of a tensor, see `reference.channel_statistics`."""
+        """Estimate the mean and the scale of each channel of a tensor."""
         out = torch.empty(count, 2, dtype=torch.bfloat16, device=x.device)
         vectors = () if normalize is None else _vectors(normalize[:3], x.numel())
         self._kernels.channel_statistics(x, out, *vectors)
         return out
 
     def squares(self, x, group_size, normalize=None, kind=UNIFORM):
-        """Return, for each sample, a sum to which the variance of rounding is proportional, see `reference.squares`."""
+        """Return, for each sample, a sum to which the variance of rounding is proportional."""
         samples, features = groups.samples_of(x.shape)
         if features < groups.LEAST_FEATURES:
             return reference.squares(x, group_size, normalize, kind)
@@ -236,7 +229,7 @@ class Kernels:
         return out.view(samples, count // max(samples, 1)).sum(1)
 
     def share_bits(self, squares, total, kind):
-        """Return the bits of each sample, see `reference.share_bits`."""
+        """Return the bits of each sample."""
         samples = squares.numel()
         if samples > _MOST_SAMPLES and squares.is_cuda:
             return reference.share_bits(squares, total, kind)
@@ -258,7 +251,7 @@ class Kernels:
         mask=None,
         channels=None,
     ) -> None:
-        """Write the values that codes stand for to `out`, see `reference.dequantize`."""
+        """Write the values that codes stand for to `out`."""
         bits = bits if widths is None else _UNUSED_BITS
         copy, _, _ = _copy(out.shape, bits, group_size, kind)
         of_widths = self._no_widths if widths is None else self._widths_arguments(widths)
@@ -268,7 +261,7 @@ class Kernels:
         self._kernels.dequantize(packed, ranges, copy, *of_widths, out, *mapped)
 
     def can_compute_batch_norm(self, bits, group_size, shape):
-        """Return whether `batch_norm_backward` has kernels for a copy, see `reference.can_compute_batch_norm`.
+        """Return whether `batch_norm_backward` has kernels for a copy.
 
         Only CUDA has such kernels, for groups of 256 elements side by side, up to 4 bits and a multiple of 8 channels.
         """
@@ -283,10 +276,7 @@ class Kernels:
     def batch_norm_backward(
         self, packed, ranges, bits, group_size, grad, rstd, weight, needs_input=True
     ):
-        """Return the gradients of a batch norm's input, weight and bias, see `reference.batch_norm_backward`.
-
-        The kernels add up in the same order in each run.
-        """
+        """Return the gradients of a batch norm's input, weight and bias, added up in the same order in each run."""
         copy, _, _ = _copy(grad.shape, bits, group_size, ROTATED)
         of_weight, of_bias = torch.empty_like(rstd), torch.empty_like(rstd)
         out = torch.empty_like(grad) if needs_input else None
@@ -298,7 +288,7 @@ class Kernels:
         return (out, of_weight, of_bias) if done else None
 
     def grid_fixed(self, gamma, beta, bits):
-        """Return the grid, which says which values fixed-point codes stand for, see `reference.grid_fixed`."""
+        """Return the grid, which says which values fixed-point codes stand for."""
         if gamma.dtype != torch.float32:
             return reference.grid_fixed(gamma, beta, bits)
         n = len(gamma)
@@ -307,7 +297,7 @@ class Kernels:
         return grid
 
     def encode_fixed(self, x, y, grid, bits, inner, normalize=None):
-        """Return the packed fixed-point codes of a normalized input, see `reference.encode_fixed`."""
+        """Return the packed fixed-point codes of a normalized input."""
         packed = _packed(x.numel(), bits, x.device)
         self._kernels.encode_fixed(
             x,
@@ -321,7 +311,7 @@ class Kernels:
         return packed
 
     def decode_fixed(self, packed, grid, bits, inner, out, slope=None, scale=None) -> None:
-        """Write the values that fixed-point codes stand for to `out`, see `reference.decode_fixed`."""
+        """Write the values that fixed-point codes stand for to `out`."""
         self._kernels.decode_fixed(
             packed,
             grid,
@@ -334,35 +324,22 @@ class Kernels:
         )
 
     def mask_fixed(self, grad, packed, grid, bits, inner, slope, out) -> None:
-        """Write the gradient of a ReLU or LeakyReLU to `out`, see `reference.mask_fixed`."""
+        """Write the gradient of a ReLU or LeakyReLU to `out`."""
         self._kernels.mask_fixed(grad, packed, grid, inner, bits, slope, out)
 
 
 def _element(tensor, like):
-    """Return the one element in storage that an expanded tensor repeats, as a kernel's argument.
-
-    The argument is (address, number of elements, number of the dtype, index of the device).
-
-    Raises:
-        ValueError: if the tensor has not as many elements as `like`.
-    """
+    """Return the one element in storage that an expanded tensor repeats, as a kernel's argument, if it fits `like`."""
     if tensor.numel() != like.numel():
         raise ValueError(f"grad: expected {like.numel()} elements, got {tensor.numel()}")
     return tensor.data_ptr(), 1, _DTYPES.get(tensor.dtype, -1), tensor.get_device()
 
 
 def _vectors(given, n):
-    """Return the last arguments of a kernel: vectors, and `inner`.
+    """Return the last arguments of a kernel, vectors and `inner`, from an argument `normalize`, `affine` or `scale`.
 
-    Element number e of the tensor uses entry (e div inner) mod (number of entries) of the vectors.
-
-    Args:
-        given: the argument `normalize`, `affine` or `scale` of a method: vectors, followed by `inner` and perhaps by the
-            numbers of channels; or None.
-        n: the number of elements to which the vectors' entries belong.
-
-    Raises:
-        ValueError: if the vectors do not fit n elements, see `layout.check_vectors`.
+    Element number e of n uses entry (e div inner) mod (number of entries) of the vectors, which `layout.check_vectors`
+    checks.
     """
     if given is None:
         return ()
@@ -404,9 +381,7 @@ def _table(encoding: Encoding):
 
 @lru_cache(maxsize=4096)
 def _copy(shape, bits: int, group_size: int, kind: str):
-    """Return (sizes and settings of a tensor's copy, words of the packed codes, rows of `ranges`).
-
-    The words and rows are those of a copy whose samples all have the same bits.
+    """Return (sizes and settings of a tensor's copy, words of the packed codes, rows of `ranges`), for samples of the same bits.
 
     Raises:
         InputError: the groups are too large for this kind.
@@ -428,11 +403,7 @@ def _ranges(rows: int, device) -> torch.Tensor:
 
 
 def cpu(isa: str | None = None) -> Kernels:
-    """Return the CPU kernels of the named instruction set.
-
-    If `isa` is None, the environment variable FEWBIT_CPU_ISA names the instruction set. Without that variable, the best
-    set of this processor is used.
-    """
+    """Return the CPU kernels of an instruction set: `isa`, or FEWBIT_CPU_ISA in the environment, or the processor's best."""
     isa = isa or _asked_isa() or _kernels.cpu_isas()[0]
     return Kernels(_kernels.Cpu(isa), _widths, isa)
 
@@ -448,7 +419,6 @@ def _asked_isa() -> str | None:
 
 
 def _widths(widths):
-    """Return the arguments for the CPU kernels. widths: the bits of each sample, uint8, or None."""
     return (None if widths is None else widths.contiguous(),)
 
 
@@ -458,13 +428,7 @@ def cuda() -> Kernels:
 
 
 def _order(widths):
-    """Return the arguments for the CUDA kernels.
-
-    They are the indices of the samples, sorted by bits, and a vector of nine counts: how many samples have 0, 1, ... 8 bits.
-
-    Args:
-        widths: the bits of each sample, uint8, or None.
-    """
+    """Return the indices of the samples, sorted by bits, and how many have 0, 1, ... 8 bits, for the CUDA kernels."""
     if widths is None:
         return None, None
     if len(widths) > _MOST_SAMPLES:

@@ -1,8 +1,7 @@
 """The reference backend: plain torch for any device. The results of all other backends must equal its results exactly.
 
-A few-bit activation f saves a code of a few bits for each element of its input x. The *encoding* says which code an
-element gets, and which value a code stands for in place of the derivative f'(x). Inputs are dense: their elements fill
-a contiguous part of storage (`layout.is_dense`). Every function here follows docs/reference/table_schema.md to the letter.
+Inputs are dense: their elements fill a contiguous part of storage (`layout.is_dense`). Every function follows
+docs/reference/table_schema.md to the letter.
 """
 
 from __future__ import annotations
@@ -63,25 +62,21 @@ def forward(x, function, parameters, encoding, seed, out) -> torch.Tensor | None
 
     Args:
         x: a dense tensor of a floating dtype.
-        function: the name of f in `fewbit.functions`.
+        function: the name of the activation f in `fewbit.functions`.
         parameters: the parameters of f, in the order of `fewbit.functions`.
-        encoding: the encoding of the codes.
+        encoding: the encoding, which says which code an element gets, and which value in place of f'(x) a code stands
+            for.
         seed: (1,) int64 if the encoding draws codes at random, else None.
         out: the tensor to which f(x) is written, with the strides of x; may be x itself.
 
     Returns:
-        The packed codes, int32. None if there is no such pass for this function or dtype. Nothing has been done in that
-        case, and the caller computes f(x) with torch and calls `encode`.
+        The packed codes, int32. None, with nothing done, if there is no such pass for this function or dtype.
     """
     return None
 
 
 def can_quantize_result(function: str) -> bool:
-    """Return whether `forward_quantized` has a pass for some tensors; False for this backend.
-
-    Args:
-        function: the name of the activation, see `forward`.
-    """
+    """Return whether `forward_quantized` has a pass for some tensors and the activation `function`; False for this backend."""
     return False
 
 
@@ -99,35 +94,16 @@ def forward_quantized(
 ) -> QuantizedForward | None:
     """Do what `forward` does and quantize f(x), all in one pass over memory, if the backend has such a pass.
 
-    This backend has none.
-
-    Args:
-        x: a dense tensor with samples outermost.
-        function: the name of f, see `forward`.
-        parameters: the parameters of f, see `forward`.
-        encoding: the encoding of x's codes, see `forward`.
-        seed: the seed of x's codes or None, see `forward`.
-        out: the tensor to which f(x) is written, see `forward`.
-        qseed: the seed for `quantize`.
-        bits: the bits per element of the quantized f(x), see `quantize`.
-        group_size: the number of elements in a group, see `quantize`.
-        kind: the kind of the copy, see `quantize`.
+    `qseed`, `bits`, `group_size` and `kind` are those of `quantize`, and x has samples outermost.
 
     Returns:
-        The codes of x and the quantized f(x). None if there is no such pass. Nothing has been done in that case, and
-        the caller calls `forward` and `quantize`.
+        The codes of x and the quantized f(x). None, with nothing done, if there is no such pass.
     """
     return None
 
 
 def encode(x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None) -> torch.Tensor:
-    """Return the packed codes of x, int32.
-
-    Args:
-        x: a dense tensor of a floating dtype.
-        encoding: the encoding of the codes.
-        seed: (1,) int64 if the encoding draws codes at random, else None.
-    """
+    """Return the packed codes of a dense tensor of a floating dtype, int32; `seed` is (1,) int64 if codes are drawn at random."""
     entry = ArgumentChecks("encode", x)
     entry.check_numbers("x", x)
     entry.check_seed(seed, encoding.unbiased)
@@ -164,7 +140,7 @@ def decode_mul(
 
 
 def _located(flat: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """Return the code of each element of `flat`, (n,) uint8, found by comparing the element with the encoding's breaks.
+    """Return the code of each element of `flat`, (n,) uint8.
 
     An element below all breaks has the code `encoding.initial`. Each break below the element flips bits of the code.
     """
@@ -198,10 +174,7 @@ def _drawn(flat: torch.Tensor, encoding: Encoding, seed: torch.Tensor) -> torch.
 
 
 def uniform(seed: torch.Tensor, n: int) -> torch.Tensor:
-    """Return n random numbers in [0, 1), float32, on the seed's device.
-
-    The numbers equal `fewbit.table.philox.uniform(seed, arange(n))`.
-    """
+    """Return n random numbers in [0, 1), float32, on the seed's device, as `fewbit.table.philox.uniform(seed, arange(n))`."""
     index = torch.arange(n, dtype=torch.int64, device=seed.device)
     return (philox_words(seed, index)[0] >> 8).to(torch.float32) * 2.0**-24
 

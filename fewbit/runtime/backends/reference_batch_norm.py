@@ -12,40 +12,34 @@ __all__ = ["batch_norm_backward", "can_compute_batch_norm"]
 
 
 def can_compute_batch_norm(bits: int, group_size: int, shape: tuple[int, ...]) -> bool:
-    """Return whether `batch_norm_backward` can be called for a rotated copy. In other backends it has no kernel for some copies.
-
-    Args:
-        bits: the bits per element, the same for all samples.
-        group_size: the number of elements in a group.
-        shape: the shape of the tensor, (N, C, ...).
-    """
+    """Return whether `batch_norm_backward` can be called for a rotated copy of a tensor of this shape, (N, C, ...)."""
     return True
 
 
 def batch_norm_backward(packed, ranges, bits, group_size, grad, rstd, weight, needs_input=True):
     """Return the gradients of a batch norm's input, weight and bias.
 
-    Let x~ be the dequantized normalized input, g the gradient of the result, and mean the mean over the elements of a
-    channel. The gradient of the bias is sum(g), that of the weight is sum(g x~), and that of the input is
+    For the dequantized normalized input x~ and the gradient g of the result, they are sum(g x~) for the weight, sum(g)
+    for the bias, and for the input
 
         weight rstd (g - mean(g) - x~ mean(g x~))
 
-    Sums are computed in float32, in an order that depends on the backend.
+    with sums and means over a channel, in float32, in an order that depends on the backend.
 
     Args:
         packed: the packed codes of a rotated copy.
         ranges: the ranges of the copy.
         bits: the bits per element of the copy, 1 to 8.
         group_size: the number of elements in a group.
-        grad: the gradient of the result, a dense float32, float16 or bfloat16 tensor with samples outermost in storage. Element
-            number e, in storage order, has channel e mod C.
+        grad: g, a dense float32, float16 or bfloat16 tensor with samples outermost in storage. Element number e, in
+            storage order, has channel e mod C.
         rstd: (C,) float32, the reciprocal standard deviations.
         weight: (C,) float32, or None.
         needs_input: whether to compute the gradient of the input.
 
     Returns:
-        (the gradient of the input, with the size, strides and dtype of `grad`, or None; that of the weight, (C,) float32; that of
-        the bias, (C,) float32). None in place of the three if the backend has no kernel for these tensors after all.
+        (the gradient of the input, with the size, strides and dtype of `grad`, or None; that of the weight, (C,)
+        float32; that of the bias, (C,) float32). None if the backend has no kernel for these tensors after all.
     """
     x = torch.empty_like(grad, dtype=torch.float32)
     dequantize(packed, ranges, bits, group_size, x, kind=ROTATED)

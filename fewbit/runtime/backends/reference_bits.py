@@ -13,11 +13,7 @@ _MASK32 = 0xFFFFFFFF
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes as bit-planes: a block of 32 codes takes `bits` words, and word k holds bit k of each code.
-
-    Args:
-        codes: (n,) uint8, each below 2**bits.
-        bits: the bits of a code, 1 to 8.
+    """Pack codes, (n,) uint8, as bit-planes: a block of 32 codes takes `bits` words, and word k holds bit k of each code.
 
     Returns:
         (bits * ceil(n / 32),) int32. The last block is padded with zeros.
@@ -35,13 +31,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
-    """Return the codes that `pack` packed, (n,) uint8.
-
-    Args:
-        packed: the result of `pack`, (bits * ceil(n / 32),) int32.
-        bits: the bits of a code, 1 to 8.
-        n: the number of codes.
-    """
+    """Return the n codes that `pack` packed, (n,) uint8."""
     ArgumentChecks("unpack", packed).check_packed(packed, n, bits)
     lanes = torch.arange(BLOCK, device=packed.device)
     planes = torch.arange(bits, device=packed.device)
@@ -79,17 +69,10 @@ def philox_words(seed: torch.Tensor, counter: torch.Tensor):
 
 
 def sixteen_bit_draws(seed: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-    """Return 256 random 16-bit numbers from each run of 32 Philox counters.
+    """Return 256 random 16-bit numbers, (n, 256) int64, from each run of 32 Philox counters, whose first ones are `counter`, (n,).
 
-    The generator yields four 32-bit words for each counter. Each word is cut into two 16-bit numbers, the lower half
-    first, so a counter has eight numbers. Number i of a run is number i div 32 of the run's counter i mod 32.
-
-    Args:
-        seed: (1,) int64.
-        counter: (n,) int64, the first counter of each run.
-
-    Returns:
-        (n, 256) int64 in [0, 2**16).
+    Each of a counter's four 32-bit words is cut into two numbers, the lower half first. Number i of a run is number i
+    div 32 of the run's counter i mod 32.
     """
     counters = counter[:, None] + torch.arange(32, device=counter.device)
     words = torch.stack(philox_words(seed, counters), -1)  # (n, 32, 4)
@@ -98,17 +81,9 @@ def sixteen_bit_draws(seed: torch.Tensor, counter: torch.Tensor) -> torch.Tensor
 
 
 def entries_of(values: torch.Tensor, vectors, inner: int) -> list[torch.Tensor | None]:
-    """Expand vectors to the shape of a tensor, so that each element has the vector's entry that belongs to it.
+    """Expand vectors of one length, or None, to the shape of `values`, whose dimensions are in storage order.
 
-    Element number e of the tensor, in storage order, gets entry (e div inner) mod (number of entries).
-
-    Args:
-        values: the tensor, with dimensions in storage order.
-        vectors: 1-D float32 tensors of one length. A vector may be None; the result then has None in its place.
-        inner: the number of consecutive elements with the same entry.
-
-    Returns:
-        A list with a tensor of the shape of `values` for each vector.
+    Element number e, in storage order, gets entry (e div inner) mod (number of entries).
     """
     n = values.numel()
     entries = check_vectors(vectors, inner, n)

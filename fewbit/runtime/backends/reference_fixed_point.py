@@ -1,9 +1,7 @@
-"""Fixed-point codes of a norm's normalized input, in plain torch for any device.
+"""Fixed-point codes of a norm's normalized input x~, in plain torch for any device (`fewbit.runtime.ops.fixed_point`).
 
-A norm computes y = gamma x~ + beta from its normalized input x~. Each element of x~ is saved as a code of a few bits,
-which contains the exact sign of y. The *grid* says which values the codes of each channel stand for. The module
-`fewbit.runtime.ops.fixed_point` defines codes and grid. The results equal those of the compiled kernels exactly,
-because operations on elements are in float32 and in the order of csrc/common/fixed_point.h.
+The results equal those of the compiled kernels exactly, because operations on elements are in float32 and in the order
+of csrc/common/fixed_point.h.
 """
 
 from __future__ import annotations
@@ -19,15 +17,9 @@ REACH = 3.0
 
 
 def grid_fixed(gamma, beta, bits: int) -> torch.Tensor:
-    """Return the grid, which says which values the codes of each channel stand for.
+    """Return the grid, (7, channels) float32, which says which values the codes of each channel stand for (`fixed_point.grid_of`).
 
-    Args:
-        gamma: (channels,) float32 or float64, the weight of the norm.
-        beta: the bias of the norm, of the same shape and dtype.
-        bits: the bits of a code, 1 to 8.
-
-    Returns:
-        (7, channels) float32. `fixed_point.grid_of` explains the rows.
+    `gamma` and `beta` are the weight and the bias of the norm, (channels,) float32 or float64.
     """
     entry = ArgumentChecks("grid_fixed", gamma)
     entry.check_numbers("gamma", gamma)
@@ -58,7 +50,7 @@ def grid_fixed(gamma, beta, bits: int) -> torch.Tensor:
 
 
 def encode_fixed(x, y, grid, bits, inner, normalize=None):
-    """Return the packed codes of x~.
+    """Return the packed codes of x~, (bits * ceil(n / 32),) int32.
 
     Args:
         x: x~ as a dense tensor, or the norm's input if `normalize` is given.
@@ -67,11 +59,7 @@ def encode_fixed(x, y, grid, bits, inner, normalize=None):
         bits: the bits of a code, 1 to 8.
         inner: the number of consecutive elements of one channel. Element number e, in storage order, belongs to channel
             (e div inner) mod channels.
-        normalize: None if x is x~. Otherwise (mean, rstd, count), from which x~ is computed. `count` is the number of
-            consecutive elements with the same entry of mean and rstd, see `inner` in `reference_quantizer.quantize`.
-
-    Returns:
-        (bits * ceil(n / 32),) int32.
+        normalize: None if x is x~. Otherwise (mean, rstd, inner), from which x~ is computed, see `quantize`.
     """
     entry = ArgumentChecks("encode_fixed", x)
     entry.check_numbers("x", x)
@@ -105,9 +93,8 @@ def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None
         inner: the number of consecutive elements of one channel, see `encode_fixed`.
         out: a dense tensor of a floating dtype.
         slope: None to write values of x~. If it is a number, y is computed, and each y that is not positive is
-            multiplied by this number. Pass 1 for y itself, 0 for ReLU(y), and the slope of a LeakyReLU(y).
-        scale: None, or (vector, inner) to write x~ * vector[i]. Element number e, in storage order, has entry
-            i = (e div inner) mod (number of entries). Ignored if a slope is given.
+            multiplied by it: 1 for y itself, 0 for ReLU(y).
+        scale: None, or (vector, inner) to write x~ * vector[i], see `encode_fixed`. Ignored if a slope is given.
     """
     entry = ArgumentChecks("decode_fixed", out)
     entry.check_numbers("out", out)
@@ -134,19 +121,9 @@ def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None
 
 
 def mask_fixed(grad, packed, grid, bits, inner, slope, out) -> None:
-    """Write the gradient of ReLU(y) or LeakyReLU(y) with respect to y to `out`.
+    """Write the gradient of ReLU(y) or LeakyReLU(y) with respect to y to `out`: `grad`, times `slope` where y is not positive.
 
-    An element of `out` is the element of `grad` if y is positive there, else this element times `slope`. A slope of 0
-    gives 0, even if grad is not finite.
-
-    Args:
-        grad: the gradient of the activation's result, with the strides and dtype of `out`.
-        packed: the result of `encode_fixed`.
-        grid: the grid that `encode_fixed` got.
-        bits: the bits of a code, 1 to 8.
-        inner: the number of consecutive elements of one channel, see `encode_fixed`.
-        slope: the slope of the activation below 0, which is 0 for ReLU.
-        out: a dense tensor.
+    A slope of 0 gives 0, even if grad is not finite. The other arguments are as in `decode_fixed`.
     """
     entry = ArgumentChecks("mask_fixed", grad)
     entry.check_numbers("grad", grad)

@@ -1,11 +1,7 @@
 """The group quantizer (docs/concepts/quantizer.md) in plain torch, for any device.
 
-The results equal those of the compiled kernels exactly. A *group* is a run of elements that are quantized together. An
-element is saved as a code from 0 to 2^bits - 1. In a uniform copy, a group has a minimum and a range, and the code is
-the element's distance from the minimum, in units of range / (2^bits - 1), rounded at random so that the mean is exact.
-For rotated copies see `reference_rotated.py`. A *sample* is a slice of a tensor along dimension 0, and its elements are
-called features. A group never crosses samples of 64 features or more. Shorter samples are concatenated, and groups run
-across them.
+The results equal those of the compiled kernels exactly. A group never crosses samples of 64 features or more; shorter
+samples are concatenated, and groups run across them.
 """
 
 from __future__ import annotations
@@ -47,9 +43,9 @@ def quantize(
         widths: (N,) uint8, the bits per element of each of N samples, or None.
         words: only if `widths` is given: the number of int32 words to allocate for all codes.
         normalize: None to quantize x itself. (mean, rstd, inner) to quantize (x - mean[i]) * rstd[i], computed in
-            float32. If mean is None, nothing is subtracted. mean and rstd are 1-D contiguous float32 vectors. Element
-            number e, in storage order, has entry i = (e div inner) mod (number of entries). A fourth item has the numbers
-            of channels, see `Normalization`; rstd may then be None. Only rotated copies have channels.
+            float32; mean may be None. mean and rstd are 1-D contiguous float32 vectors. Element number e, in storage
+            order, has entry i = (e div inner) mod (number of entries). A fourth item has the numbers of channels, see
+            `Normalization`; rstd may then be None. Only rotated copies have channels.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
 
     Returns:
@@ -92,18 +88,15 @@ def quantize(
 
 
 def channel_statistics(x, count: int, normalize=None) -> torch.Tensor:
-    """Estimate the mean and the scale of each channel of a tensor from some of its rows.
+    """Estimate the mean and the scale of each channel of a tensor from some of its rows, (count, 2) bfloat16.
 
-    The scale is the root of the channel's standard deviation. Of all scales, it gives the least sum of squared errors, because
-    the elements of a rotated group have errors of one variance (docs/concepts/quantizer.md, "Channels").
+    The scale is the root of the channel's standard deviation, which gives the least sum of squared errors
+    (docs/concepts/quantizer.md, "Channels").
 
     Args:
         x: a dense tensor of a floating dtype, with elements.
         count: the number of channels, which divides the number of elements.
         normalize: None, or (mean, rstd, inner) to normalize x first, see `quantize`.
-
-    Returns:
-        (count, 2) bfloat16.
     """
     entry = ArgumentChecks("channel_statistics", x)
     entry.check_numbers("x", x)
@@ -142,21 +135,17 @@ def _averages(variances):
 
 
 def squares(x, group_size, normalize=None, kind=UNIFORM):
-    """Return, for each sample, a sum over its groups to which the variance of rounding is proportional.
+    """Return, for each sample, a sum over its groups to which the variance of rounding is proportional, (N,) float32.
 
-    For uniform copies, a group adds (number of elements) * range^2. For rotated copies, it adds the sum of the squares
-    of its elements minus their mean. These numbers decide how the bits of a tensor are shared among its samples.
-    Ranges and means are those that `quantize` stores. Unlike in `quantize`, groups never cross samples, even if samples
-    have fewer than 64 features.
+    For uniform copies, a group adds (number of elements) * range^2, and for rotated copies the sum of the squares of
+    its elements minus their mean. Ranges and means are those that `quantize` stores, but groups never cross samples. A
+    sample with an element that is not finite has NaN.
 
     Args:
         x: a dense tensor of a floating dtype, with samples outermost in storage.
         group_size: the number of elements in a group.
         normalize: None, or (mean, rstd, inner) to normalize x first, see `quantize`.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
-
-    Returns:
-        (N,) float32; NaN for a sample with an element that is not finite.
     """
     check_rotated_size(kind, group_size)
     entry = ArgumentChecks("squares", x)
@@ -204,14 +193,14 @@ def dequantize(
         out: a dense tensor of a floating dtype, with the size of the quantized tensor and samples outermost in storage.
         widths: (N,) uint8, the bits per element of each of N samples, or None.
         affine: None, or (scale, shift, inner) to write values * scale[i] + shift[i], computed in float32 before
-            rounding. If scale or shift is None, that step is left out. Element number e, in storage order, has entry
-            i = (e div inner) mod (number of entries). Must be None if `widths` is given and samples have fewer than 64
-            features: groups then contain samples that do not lie side by side.
+            rounding, with i as in `quantize`. Scale or shift may be None. Must be None if `widths` is given and samples
+            have fewer than 64 features, which do not lie side by side in groups.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
-        mask: None, or packed codes of 1 bit, in storage order. Each value is multiplied by its element's code. Must be
-            None if the copy is uniform, or if `affine` is given.
+        mask: None, or packed codes of 1 bit, in storage order, by which values are multiplied. Must be None if the copy
+            is uniform, or if `affine` is given.
         channels: None, or (count, 2) bfloat16, the numbers of the channels that `quantize` took out: each value is
-            multiplied by its channel's scale, then the mean is added, before `affine`. Must be None if `affine` must be.
+            multiplied by its channel's scale, then the mean is added, before `affine`. Must be None if `affine` must
+            be.
     """
     check_rotated_size(kind, group_size)
     entry = ArgumentChecks("dequantize", out)
@@ -254,11 +243,7 @@ def dequantize(
 
 
 def in_dtype(values, dtype):
-    """Convert dequantized values to dtype.
-
-    For float16, the values are clamped to +-65504 first, the largest finite numbers. Ranges are rounded up, so a value
-    close to this maximum could otherwise become infinite.
-    """
+    """Convert dequantized values to dtype, for float16 clamped to its largest finite numbers, because ranges are rounded up."""
     if dtype == torch.float16:
         most = torch.finfo(dtype).max
         values = values.clamp(-most, most)
@@ -294,18 +279,9 @@ def _mapped(rows, scale, shift, inner):
 
 
 def _stream(rows, seed, bits, group_size, kind, first_group):
-    """Quantize samples that all have the same bits per element.
+    """Return the packed codes and ranges of samples, (samples, features) float32, that all have the same bits per element.
 
-    Args:
-        rows: (samples, features) float32.
-        seed: (1,) int64, the seed of the random rounding.
-        bits: the bits per element, 1 to 8.
-        group_size: the number of elements in a group.
-        kind: the kind of the copy.
-        first_group: the number of the first group. The random numbers of a group depend on its number.
-
-    Returns:
-        The packed codes and the ranges.
+    The random numbers of a group depend on its number, which `first_group` begins.
     """
     cut, exists = _cut(rows, group_size)  # (groups, group_size)
     if kind != UNIFORM:
@@ -332,10 +308,7 @@ def _uniform(cut, exists, seed, bits, first_group, group_size):
 
 
 def _limits(cut, exists):
-    """Return the minimums and ranges of groups, (groups,) float32 rounded to bfloat16; NaN if there is none.
-
-    A group with an element that is not finite has none, and a group whose range is too large for bfloat16.
-    """
+    """Return the minimums and ranges of groups, (groups,) float32 rounded to bfloat16; NaN if they are not finite."""
     low = torch.where(exists, cut, torch.inf).amin(1) if len(cut) else cut.new_zeros(0)
     high = torch.where(exists, cut, -torch.inf).amax(1) if len(cut) else cut.new_zeros(0)
     # Adding 0 turns -0 into +0, since amin may find either zero.
@@ -356,19 +329,7 @@ def seed_of(ranges):
 
 
 def _restored(packed, ranges, bits, group_size, samples, features, kind, seed, first_group):
-    """Return the values of samples of equal bits, (samples, features) float32.
-
-    Args:
-        packed: the packed codes.
-        ranges: the two numbers of each group, without the rows of the seed.
-        bits: the bits per element.
-        group_size: the number of elements in a group.
-        samples: the number of samples.
-        features: the number of elements of a sample.
-        kind: the kind of the copy.
-        seed: the seed of the copy; None if it is uniform.
-        first_group: the number of the first group.
-    """
+    """Return the values of samples of equal bits, (samples, features) float32; `ranges` are without the rows of the seed."""
     codes = unpack(packed, bits, samples * features).view(samples, features)
     cut, exists = _cut(codes.to(torch.float32), group_size)
     minimum, extent = limits_of(ranges)
@@ -382,29 +343,15 @@ def _restored(packed, ranges, bits, group_size, samples, features, kind, seed, f
 
 
 def limits_of(ranges):
-    """Return the two numbers of each group, as two tensors, (groups,) float32.
-
-    These are the minimum and the range in a uniform copy, the mean and the scale in a rotated copy.
-
-    Args:
-        ranges: the ranges that `quantize` returned, (groups, 2) bfloat16.
-    """
+    """Return the two numbers of each group, (groups,) float32 each, from ranges, (groups, 2) bfloat16."""
     return ranges.float().unbind(1)
 
 
 def draws(seed, group, group_size):
-    """Return the random 16-bit numbers by which the elements of groups are rounded.
+    """Return the random 16-bit numbers by which the elements of groups are rounded, (groups, group_size) int64.
 
     A group has a run of 32 Philox counters for every 256 elements (`sixteen_bit_draws`). The runs of all groups follow
     one another, starting with counter 0.
-
-    Args:
-        seed: (1,) int64.
-        group: (groups,) int64, the numbers of the groups.
-        group_size: the number of elements in a group.
-
-    Returns:
-        (groups, group_size) int64 in [0, 2**16).
     """
     blocks = -(-group_size // _BLOCK)
     run = group[:, None] * blocks + torch.arange(blocks, device=group.device)
@@ -413,11 +360,7 @@ def draws(seed, group, group_size):
 
 
 def _cut(rows, group_size):
-    """Cut samples into groups. Samples of fewer than 64 features are concatenated first.
-
-    Args:
-        rows: (samples, features).
-        group_size: the number of elements in a group.
+    """Cut samples, concatenated if they have fewer than 64 features, into groups.
 
     Returns:
         The elements, (groups, group_size), with shorter groups padded by zeros; and a bool mask of that shape, False

@@ -1,8 +1,8 @@
 """Rotated copies (docs/concepts/quantizer.md) in plain torch, for any device.
 
-The results equal those of the compiled kernels exactly. The mean of a group is subtracted. The remainders are
-multiplied by random signs and by a Hadamard matrix, which makes them look normal, and are saved as codes of the levels
-that are best for a normal distribution (EDEN, Vargaftik et al., ICML 2022).
+The results equal those of the compiled kernels exactly. The remainders of a group's mean are multiplied by random signs
+and by a Hadamard matrix, which makes them look normal, and saved as codes of the levels that are best for a normal
+distribution (EDEN, Vargaftik et al., ICML 2022).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def quantize_groups(cut, exists, seed, bits, first_group, is_masked):
         is_masked: whether elements that are 0 are left out.
 
     Returns:
-        Codes, int64 of the shape of `cut`; means and scales, (groups,) float32 rounded to bfloat16. A scale is negative if
-        the group was rotated twice.
+        Codes, int64 of the shape of `cut`; means and scales, (groups,) float32 rounded to bfloat16. A scale is negative
+        if the group was rotated twice.
     """
     breaks, levels = _normal_levels(bits, cut.device)
     left = _remainders(cut, exists, is_masked)
@@ -81,17 +81,7 @@ def quantize_groups(cut, exists, seed, bits, first_group, is_masked):
 
 
 def restore_groups(codes, exists, mean, scale, seed, bits, first_group):
-    """Return the values of groups' codes, float32 of the shape of `codes`.
-
-    Args:
-        codes: (groups, group_size) int64.
-        exists: (groups, group_size) bool, False where no element is.
-        mean: (groups,) float32.
-        scale: (groups,) float32, negative if a group was rotated twice.
-        seed: (1,) int64, the seed of the signs.
-        bits: the bits per element, 1 to 8.
-        first_group: the number of the first group.
-    """
+    """Return the values of groups' codes, float32 of the shape of `codes`, (groups, group_size) int64; see `quantize_groups`."""
     _, levels = _normal_levels(bits, codes.device)
     half = 2 ** (bits - 1)
     y = levels[codes % half] * torch.where(codes >= half, -1.0, 1.0)
@@ -102,18 +92,10 @@ def restore_groups(codes, exists, mean, scale, seed, bits, first_group):
 
 
 def energies(cut, exists, is_masked):
-    """Return the sum of squares of the elements of each group minus the group's mean.
+    """Return the sum of squares of the elements of each group minus the group's mean, (groups,) float32.
 
-    If elements are left out, the sum is multiplied by the share of the other elements: the rounding errors of elements
-    that are left out do not count.
-
-    Args:
-        cut: (groups, group_size) float32, the elements.
-        exists: (groups, group_size) bool, False where no element is.
-        is_masked: whether elements that are 0 are left out.
-
-    Returns:
-        (groups,) float32; NaN for a group with an element that is not finite.
+    It is multiplied by the share of elements that are not left out. A group with an element that is not finite has NaN.
+    The arguments are those of `quantize_groups`.
     """
     left = _remainders(cut, exists, is_masked)
     back = 1.0 / left.factor
@@ -194,14 +176,7 @@ def _sign_words(seed, first_group, count):
 
 
 def _rotated(values, lengths, words, is_twice):
-    """Rotate groups.
-
-    Args:
-        values: (groups, 256) float32, with zeros where no elements are.
-        lengths: (groups,) int64, the number of elements of each group.
-        words: the signs, the result of `_sign_words`.
-        is_twice: (groups,) bool, whether a group is rotated twice although its length is a power of two.
-    """
+    """Rotate groups, twice if `is_twice` or if the length is no power of two; `words` are the signs."""
     once = _rotate(values, lengths, words[:, :2])
     twice = _rotate(_moved(once, lengths, 1), lengths, words[:, 2:])
     return torch.where(_second(lengths, is_twice), twice, once)
@@ -250,7 +225,6 @@ def _rotated_back(values, lengths, words, is_twice, scale):
 
 
 def _rotate_back(values, lengths, signs, scale):
-    """Undo a rotation, and multiply by the scale of each group."""
     out = torch.zeros_like(values)
     for m in lengths.unique().tolist():
         chosen = lengths == m

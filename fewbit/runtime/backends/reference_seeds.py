@@ -11,15 +11,7 @@ _SHIFTS = 30, 27, 31
 
 
 def draw_seeds(counter: torch.Tensor, count: int) -> torch.Tensor:
-    """Draw seeds from a counter, and advance the counter.
-
-    Args:
-        counter: (1,) int64, which is changed in place.
-        count: the number of seeds.
-
-    Returns:
-        (count,) int64 on the counter's device.
-    """
+    """Draw (count,) int64 seeds from a counter, (1,) int64, and advance the counter in place."""
     numbers = torch.arange(1, count + 1, dtype=torch.int64, device=counter.device)
     seeds = counter + numbers * _STEP
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):

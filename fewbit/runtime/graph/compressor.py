@@ -103,8 +103,7 @@ class _Candidate(NamedTuple):
 class GraphCompressor:
     """Compresses what torch's operations save in a model's forward passes.
 
-    `begin` is called when a forward pass begins, `compress` when a module's call ends, and `finish` when the forward pass
-    ends. A deep copy or an unpickled compressor has the same settings and no state of a forward pass.
+    A deep copy or an unpickled compressor has the same settings and no state of a forward pass.
 
     Args:
         settings: the settings for modules that `own` does not name.
@@ -194,9 +193,9 @@ class GraphCompressor:
     def _stays(self, argument: SavedArgument, rule: Rule) -> bool:
         """Return whether a tensor stays exact although there is a rule for it.
 
-        A copy would not free parameters, the model's inputs, small tensors and the memory of other libraries. A tensor
-        without gradient, such as a table of positions, may be used by many layers: if all used one copy, its errors would
-        multiply in the gradients of earlier layers.
+        A copy would not free parameters, the model's inputs and the memory of other libraries. If many layers used one
+        copy of a tensor without gradient, such as a table of positions, its errors would multiply in the gradients of
+        earlier layers.
         """
         x = argument.tensor
         if x.numel() < packs.LEAST_ELEMENTS or _storage(x) in self._local.owned:
@@ -331,7 +330,7 @@ def _without_gain(candidates: list[_Candidate], settings: GraphSettings) -> set[
 
 
 def _storages(module: nn.Module, inputs) -> set[int]:
-    """Return the storages of parameters, buffers and inputs. Inputs that other operations have computed are left out."""
+    """Return the storages of parameters, buffers and inputs, without inputs that other operations have computed."""
     given = [x for x in tensors_in(inputs) if x.grad_fn is None]
     tensors = (*module.parameters(), *module.buffers(), *given)
     return {_storage(x) for x in tensors if is_plain(x)}

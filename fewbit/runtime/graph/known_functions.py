@@ -1,7 +1,7 @@
 """Autograd Functions of other libraries whose saved tensors fewbit knows: flash-linear-attention, mamba_ssm and causal_conv1d.
 
-A state-space layer or linear attention computes products of its inputs, decayed by gates. Gradients are linear in each of these
-inputs if the others are exact, and nonlinear in gates, step sizes and, for delta rules, keys. Those stay exact.
+Gradients are linear in each of these inputs if the others are exact, and nonlinear in gates, step sizes and, for delta
+rules, keys, which stay exact.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class _Known(NamedTuple):
     """The tensors that one version of an autograd Function saves.
 
     Args:
-        count: the number of saved tensors, with those that are None. Another number is that of a version that is not known.
+        count: the number of saved tensors, with those that are None, by which the version is known.
         linear: the positions of saved tensors in which all gradients are linear.
         holds: a function (autograd node) that says whether this is true for a call.
     """
@@ -54,10 +54,7 @@ _KNOWN = {
 def linear_positions(function: type, node, count: int | None) -> Iterable[int]:
     """Return the positions of saved tensors in which the gradients of a known autograd Function are linear.
 
-    Args:
-        function: the class of the Function.
-        node: the autograd node of a call.
-        count: the number of tensors that the node has saved, with those that are None. None if it is not known.
+    `count` is the number of tensors that the node has saved, with those that are None, or None if it is not known.
     """
     for known in _KNOWN.get(name_of_class(function), ()):
         if known.count == count and known.holds(node):

@@ -1,9 +1,8 @@
-"""Packs: small tensors that autograd nodes have saved, and that are quantized together.
+"""Packs: small tensors that autograd nodes, as those of a recurrent layer's steps, have saved, and that are quantized together.
 
-A recurrent layer saves small tensors at each step. If each had a copy of its own, most of the time would be spent on calls of
-kernels, and on a GPU most of the memory on the allocator's smallest blocks. The tensors of one pack have the same rule, dtype
-and shape except for the size of dimension 0, along which they are concatenated. So rows have the groups, and the errors, that
-they would have in a copy of a single tensor, and the steps of packed sequences, whose batches become smaller, have one pack.
+Single copies would take most of the time for calls of kernels, and on a GPU most of the memory for the allocator's
+smallest blocks. The tensors of a pack have the same rule, dtype and shape except in dimension 0, along which they are
+concatenated, so rows have the groups that they would have in a copy of a single tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ class Member(NamedTuple):
     """A tensor of a pack.
 
     Attributes:
-        argument: the saved tensor.
         tensor: the saved tensor with its dimensions in storage order.
         order: the permutation that brings the dimensions back; None if they are in order.
     """
@@ -41,12 +39,7 @@ class Member(NamedTuple):
 
 
 class Pack:
-    """Saved tensors that are to be quantized together.
-
-    Args:
-        rule: the rule for all of them.
-        settings: the `GraphSettings` for all of them.
-    """
+    """Saved tensors that are to be quantized together, by one rule and one `GraphSettings`."""
 
     def __init__(self, rule: Rule, settings):
         self.rule, self.settings = rule, settings
@@ -68,11 +61,7 @@ class Pack:
         return sum(x.tensor.numel() for x in self.arguments if _storage(x.tensor) not in exact)
 
     def members(self, exact: set[int]) -> list[Member]:
-        """Return the tensors to quantize.
-
-        Left out are tensors whose storages are in `exact`, tensors that were changed in place since they were added, for
-        which torch raises an error in the backward pass, and tensors that a backward pass has freed.
-        """
+        """Return the tensors to quantize: without storages in `exact`, and tensors that were changed in place or freed since."""
         members = []
         for argument in self.arguments:
             x = argument.tensor.detach()
@@ -88,13 +77,9 @@ class Pack:
 
 
 class PackedCopy:
-    """The copy of a pack, from which its members are restored in the backward pass.
+    """The copy of `count` concatenated members, from which they are restored in the backward pass.
 
     All members are restored when the first is needed, and are freed after each was needed once.
-
-    Args:
-        copy: the copy of the concatenated members.
-        count: the number of members.
     """
 
     def __init__(self, copy: SavedTensors, count: int):

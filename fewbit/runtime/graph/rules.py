@@ -1,9 +1,8 @@
-"""The rules by which saved tensors of torch's autograd nodes are compressed.
+"""The rules by which saved tensors of torch's autograd nodes are compressed, one for each argument of a kind of node.
 
-A rule belongs to one argument of one kind of node. If it says `is_exact`, the gradient stays the same to the bit. If it
-does not, the mean of the gradient over the random rounding is the exact gradient, as long as the node's other arguments
-are exact or rounded independently. There is no rule for arguments on which the gradient depends in any other
-way, such as divisors, logarithms and the log-sum-exp of attention. They stay exact.
+A rule that `is_exact` leaves the gradient the same to the bit. With another one the gradient is exact in expectation,
+as long as the node's other arguments are exact or rounded independently. Other arguments, such as divisors, have no
+rule and stay exact.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class Rule:
     """The compression of one saved argument of an autograd node.
 
     Attributes:
-        is_exact: whether the compression loses nothing. Otherwise the mean of the gradient over the random rounding is
-            exact.
+        is_exact: whether the compression loses nothing.
         takes_constants: whether tensors that need no gradient are compressed as well.
     """
 
@@ -61,11 +59,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class LinearRule(Rule):
-    """The gradient is linear in the argument, so an unbiased copy gives an unbiased gradient.
-
-    Attributes:
-        usual: the kind of the copy unless the user chooses one.
-    """
+    """The gradient is linear in the argument, whose copy has the kind `usual` unless the user chooses one."""
 
     usual: str = ROTATED
     takes_constants: bool = False
@@ -85,10 +79,8 @@ class LinearRule(Rule):
 class ExponentialRule(LinearRule):
     """The argument is a result of exp, in which the gradient is linear. It is quantized if no element is above 1.
 
-    Then it is a decay, or exp of differences from a maximum, as in softmax. Most elements of a group are close to 0,
-    which a uniform copy restores almost exactly. If elements may be large, the copies of small elements next to them have
-    errors that make gradients useless, for example in exp(x) / (1 + exp(x)). On a GPU the argument stays as it is,
-    because the host would have to wait for the largest element.
+    `operations.elementwise.exp` gives the reasons. On a GPU the argument stays as it is, because the host would have to
+    wait for the largest element.
     """
 
     usual: str = UNIFORM
@@ -101,10 +93,10 @@ class ExponentialRule(LinearRule):
 
 @dataclass(frozen=True)
 class DerivativeRule(Rule):
-    """The gradient is linear in a function of the argument, a derivative. The derivative is quantized.
+    """The gradient is linear in a derivative, a function of the argument. The derivative is quantized.
 
     The backward pass gets an argument whose derivative is the quantized one. Copies are uniform, so that no derivative
-    leaves the interval between the least and the greatest derivative of its group.
+    leaves the interval of its group.
 
     Attributes:
         derivative: the function.
@@ -153,7 +145,7 @@ class MaskRule(OneBit):
 class TwoValuedRule(OneBit):
     """The argument has two values, 0 and a positive number, as the factor by which dropout multiplies.
 
-    A tensor on a GPU stays as it is, because the host would have to wait for its largest element.
+    On a GPU it stays as it is, because the host would have to wait for its largest element.
     """
 
     def compress(self, x, settings):
@@ -169,7 +161,7 @@ class TwoValuedRule(OneBit):
 
 @dataclass(frozen=True)
 class PositiveRule(OneBit):
-    """The gradient depends on the signs of the argument alone, as that of ReLU depends on the signs of its result."""
+    """The gradient depends on the signs of the argument alone, as that of ReLU."""
 
     def compress(self, x, settings):
         """Return the packed signs."""
@@ -179,12 +171,7 @@ class PositiveRule(OneBit):
 
 @dataclass(frozen=True)
 class InsideRule(OneBit):
-    """The gradient depends only on which elements are in an interval, as that of torch.clamp does.
-
-    Attributes:
-        least: the lower end of the interval; None if there is none. The ends have a gradient before torch 2.14.
-        greatest: the upper end, in the same form. One of the two ends is given.
-    """
+    """The gradient depends only on which elements are in an interval, as that of torch.clamp does. One of the ends may be None."""
 
     least: float | None
     greatest: float | None
@@ -209,7 +196,7 @@ class InsideRule(OneBit):
 class IndexRule(Rule):
     """The argument has indices, int64, which are saved in the narrowest dtype that holds them.
 
-    Indices on a GPU stay as they are, because the host would have to wait for their largest value.
+    On a GPU they stay as they are, because the host would have to wait for their largest value.
     """
 
     is_exact = True
@@ -305,8 +292,7 @@ def _tanh_of_derivative(derivative):
 
 LINEAR = LinearRule()
 NAMED = LinearRule(takes_constants=True)
-"""The rule for tensors of autograd Functions that the user names. The forward of a Function computes without gradients, so
-its own results need none."""
+"""The rule for tensors of autograd Functions that the user names, whose own results need no gradients."""
 EXPONENTIAL = ExponentialRule()
 SIGMOID = DerivativeRule(lambda s: s * (1 - s), _sigmoid_of_derivative)
 TANH = DerivativeRule(lambda t: 1 - t * t, _tanh_of_derivative)
@@ -361,20 +347,12 @@ _POINTWISE = "MulBackward", "DivBackward", "AddcmulBackward", "AddcdivBackward"
 
 
 def is_broadcast(node, x: torch.Tensor) -> bool:
-    """Return whether x is a factor that is repeated along the result, such as a temperature or a row's deviation.
-
-    Each of its elements changes many elements of the gradient, and a copy of it would save little.
-    """
+    """Return whether x is a factor that is repeated along the result, so that each element changes many of the gradient."""
     return node.name().startswith(_POINTWISE) and [*x.shape] != [*node._input_metadata[0].shape]
 
 
 def rule_of(node, argument: str) -> Rule | None:
-    """Return the rule for an argument that an autograd node has saved; None if the argument has to stay exact.
-
-    Args:
-        node: the node.
-        argument: the argument's name.
-    """
+    """Return the rule for an argument, by name, that an autograd node has saved; None if the argument has to stay exact."""
     name, _, number = node.name().partition("Backward")
     if not number.isdigit():
         return None

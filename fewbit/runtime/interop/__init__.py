@@ -1,9 +1,7 @@
-"""The code that uses private or undocumented interfaces of torch, or replaces interfaces that torch lacks.
+"""The code that uses private or undocumented interfaces of torch, or replaces interfaces that torch lacks, in one file for each.
 
-For each interface there is one file, which gives the reason, and a test.
-
-If a new version of torch needs changes in fewbit, the changes should be in this folder alone. The folder may import
-`fewbit.errors`. The code here knows nothing of tables, quantizers or layers.
+A new version of torch should need changes in this folder alone. It may import `fewbit.errors`, and knows nothing of
+tables, quantizers or layers.
 """
 
 import torch

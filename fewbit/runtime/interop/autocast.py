@@ -10,9 +10,8 @@ import torch
 def with_torch_casts(function, *args, **kwargs):
     """Return function(*args, **kwargs) of a function of torch, which casts its inputs for autocast, but without a cache.
 
-    autocast's cache holds cast weights. A weight that is cast inside an autograd Function has no autograd graph. If
-    other layers got this cast weight from the cache, the parameter would get no gradient from these layers.
-    fewbit's layers do not save cast weights: their backward passes cast the parameters again.
+    A weight that is cast inside an autograd Function has no autograd graph. If other layers got it from autocast's
+    cache, the parameter would get no gradient from them.
     """
     # A compiler traces the casts, and its partitioner chooses the tensors to save.
     if torch.compiler.is_dynamo_compiling() or not torch._C._is_any_autocast_enabled():
@@ -32,10 +31,7 @@ def _uncached():
 
 
 def in_float32(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Return x, converted to float32 if autocast is on for CUDA and x is a CUDA tensor of 16 bits.
-
-    Autocast converts the inputs of some functions in this way on CUDA, but not on the CPU.
-    """
+    """Return x, converted to float32 if it is a CUDA tensor of 16 bits under autocast, as some functions of torch do."""
     if x is not None and x.is_cuda and x.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
         return x.to(torch.float32)
     return x

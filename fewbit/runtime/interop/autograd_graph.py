@@ -1,7 +1,7 @@
 """Read the autograd graph of a forward pass, and change how its nodes hold the tensors that they saved.
 
-torch documents the attributes `_saved_<argument>` of autograd nodes. The attributes `_raw_saved_<argument>`, whose values
-accept saved-tensor hooks, and the nodes' sequence numbers are private.
+The attributes `_raw_saved_<argument>` of nodes, whose values accept saved-tensor hooks, and their sequence numbers are
+private.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class SavedArgument(NamedTuple):
     """A tensor that an autograd node of torch has saved.
 
     Attributes:
-        node: the node.
-        name: the name of the argument, such as "other". It is "tensors" for all tensors of an autograd Function.
+        name: the name of the argument, such as "other"; "tensors" for all tensors of an autograd Function.
         number: the position of the tensor among the tensors of this name, from 0.
         raw: torch's SavedTensor.
         tensor: the tensor, or None if other hooks hold it.
@@ -60,13 +59,7 @@ class Metered:
     is_computed: bool
 
     def replace(self, tensors: Iterable[torch.Tensor], restore: Callable) -> None:
-        """Hold a copy in place of the saved tensor.
-
-        Args:
-            tensors: the tensors of the copy.
-            restore: a function of one argument, which it ignores. It computes from the copy the tensor that the backward
-                pass gets.
-        """
+        """Hold the tensors of a copy in place of the saved tensor, which `restore`, a function that ignores its argument, computes again."""
         raise NotImplementedError
 
 
@@ -81,15 +74,9 @@ def nodes_of(tensors: Iterable[torch.Tensor]) -> list:
 
 
 def nodes_since(nodes: Iterable, start: int, seen: set) -> tuple[list, list]:
-    """Return the autograd nodes behind some nodes that this thread has made since `start`.
+    """Return (nodes behind some autograd nodes that this thread made since `start`, earlier nodes to which these lead directly).
 
-    Args:
-        nodes: autograd nodes.
-        start: a sequence number.
-        seen: nodes to leave out, together with the nodes before them. Nodes that are found are added to this set.
-
-    Returns:
-        (the nodes since `start`, the earlier nodes to which these lead directly).
+    Nodes in `seen`, to which those that are found are added, are left out together with the nodes before them.
     """
     found, earlier, waiting = [], [], [*nodes]
     while waiting:
@@ -111,10 +98,7 @@ def function_of(node) -> type | None:
 
 
 def count_of_saved(node) -> int | None:
-    """Return the number of tensors that the node of an autograd Function has saved, with those that are None.
-
-    If a backward pass has freed the tensors, the result is None.
-    """
+    """Return the number of tensors that an autograd Function has saved, with those that are None; None if they are freed."""
     try:
         return len(node._raw_saved_tensors)
     except RuntimeError:
@@ -122,7 +106,7 @@ def count_of_saved(node) -> int | None:
 
 
 def saved_by(node) -> Iterator[SavedArgument]:
-    """Yield the tensors that an autograd node has saved. A list of tensors yields each of its members.
+    """Yield the tensors that an autograd node has saved, and each member of a list.
 
     A tensor that was changed in place since is left out, because torch will raise an error in the backward pass.
     """
@@ -166,10 +150,7 @@ def saved_by(node) -> Iterator[SavedArgument]:
 def was_changed(node, name: str, members) -> bool:
     """Return whether a saved tensor was changed in place, or was freed. torch checks this when the tensor is read.
 
-    Args:
-        node: the autograd node.
-        name: the name of the argument.
-        members: torch's SavedTensors of this name.
+    `members` are torch's SavedTensors of the argument.
     """
     if any(getattr(raw, "unpack_hook", None) is not None for raw in members):
         return False  # to read it would call the hook
@@ -192,10 +173,7 @@ def ends_at_leaves(node) -> bool:
 
 
 def _leads_to_leaf(node) -> bool:
-    """Return whether a node is a leaf's, or a copy or view leads from it to a leaf.
-
-    Every copy and view on the way stores the answer, so that each of them is visited once.
-    """
+    """Return whether a node is a leaf's, or a copy or view leads from it to a leaf. Each node on the way stores the answer."""
     passed = []
     while node.name() in COPIES and node.next_functions[0][0] is not None:
         if _LEADS_TO_LEAF in node.metadata:

@@ -1,8 +1,7 @@
-"""Within some modules, switch off the compression of functions, or change the settings of this compression.
+"""Within some modules, switch off the compression of functions (`fewbit/convert/functions.py`), or change its settings.
 
-`fewbit/convert/functions.py` compresses functions that modules call, such as `torch.nn.functional.gelu`. The *mode* of
-a module says what happens to such calls within the module. True: functions stay torch's own. False: functions are
-compressed with the model's settings. Anything else is the module's own settings.
+The *mode* of a module is True if functions stay torch's own within it, False if they have the model's settings, and
+else the module's own settings.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Stack(threading.local):
-    """The modes of the modules that run in this thread, the innermost module last.
-
-    The tuple `modes` is replaced, never modified, so that an earlier tuple can be restored.
-    """
+    """The modes of the modules that run in this thread, the innermost last. The tuple is replaced, never modified."""
 
     def __init__(self):
         self.modes = ()
@@ -52,8 +48,8 @@ class ReplacingMode(TorchFunctionMode):
     """The base of fewbit's function modes, by which `run_outside` recognizes them.
 
     Attributes:
-        is_region: whether the mode watches a checkpointed region. Then `run_layer(function, args, kwargs)` calls the forward
-            of a layer of fewbit outside of the mode.
+        is_region: whether the mode watches a checkpointed region, and has `run_layer(function, args, kwargs)`, which
+            calls the forward of a layer of fewbit outside of the mode.
     """
 
     is_region = False
@@ -62,8 +58,7 @@ class ReplacingMode(TorchFunctionMode):
 def run_outside(function, *args, **kwargs):
     """Return function(*args, **kwargs), without fewbit's function modes if these are the innermost ones.
 
-    fewbit's layers call hundreds of methods of tensors. Each call would take a detour through the mode, which would
-    replace none of them.
+    fewbit's layers call hundreds of methods of tensors, none of which the mode would replace.
     """
     if not torch._C._len_torch_function_stack() or torch.compiler.is_dynamo_compiling():
         return function(*args, **kwargs)
@@ -85,23 +80,19 @@ _ENTER, _LEAVE = -1, -2
 
 
 class ModeHooks:
-    """Forward hooks that give a module a mode of its own.
+    """Forward hooks that give a module a mode of its own: True, False or settings.
 
     torch does not run `leave` after a KeyboardInterrupt. In that case the call of the enclosing module restores the
     modes.
-
-    Args:
-        mode: the module's mode: True, False or settings.
     """
 
     def __init__(self, mode):
         self.mode = mode
 
     def register(self, module: nn.Module) -> None:
-        """Add the hooks to a module, before and after its other hooks.
+        """Add the hooks to a module, before and after its other hooks, with the same numbers in all modules.
 
-        torch numbers hooks anew for each module, and torch.compile compiles a module again if the numbers differ. These hooks do
-        nothing in compiled code, so they have the same numbers in all modules, and blocks of a model share code.
+        torch.compile compiles a module again if the numbers of hooks differ.
         """
         module._forward_pre_hooks[_ENTER] = self.enter
         module._forward_pre_hooks.move_to_end(_ENTER, last=False)

@@ -1,10 +1,8 @@
 """Recognize the checkpointed region that this thread runs, both in its first run and in its recomputation.
 
-A *region* is the part of a forward pass inside one call of torch.utils.checkpoint, which runs the part again in the
-backward pass. torch has no public link from the recomputation of a region to its first run. fewbit therefore recognizes
-a region by an object that exists once for each region (docs/decisions/0014). With `use_reentrant=False`, that object is
-the region's frame: torch's `_CheckpointFrame`, to which the region's hooks on saved tensors refer. With
-`use_reentrant=True`, it is the autograd context of `CheckpointFunction`.
+torch has no public link between the two runs, so a region is recognized by an object that exists once for it
+(docs/decisions/0014): torch's `_CheckpointFrame`, to which the region's hooks on saved tensors refer, or with
+`use_reentrant=True` the autograd context of `CheckpointFunction`.
 """
 
 from __future__ import annotations
@@ -29,13 +27,9 @@ def checkpoint_hook():
 
 
 def region_of(hook):
-    """Return an object that is the same in a region's first run and in its recomputation; None without a region.
+    """Return the object that is the same in both runs of the region with the hook `checkpoint_hook()`; None without a region.
 
-    The two runs have different hooks. A cell in the closure of each hook refers to the region's frame, directly, weakly
-    or through another function.
-
-    Args:
-        hook: the result of `checkpoint_hook`.
+    A cell in the closure of each run's hook refers to it, directly, weakly or through another function.
     """
     for cell in getattr(hook, "__closure__", None) or ():
         held = cell.cell_contents
@@ -48,10 +42,7 @@ def region_of(hook):
 
 
 def reentrant_region():
-    """Return the autograd context of the innermost region with `use_reentrant=True` that this thread runs, or None.
-
-    The context is the same when the region is recomputed, perhaps in another thread.
-    """
+    """Return the autograd context of the innermost region with `use_reentrant=True` that this thread runs, or None."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code in _REENTRANT:
@@ -73,6 +64,6 @@ def in_checkpoint() -> bool:
 def outside_dispatch_modes():
     """Return a context manager in whose block no dispatch mode is active.
 
-    A selective policy of torch's checkpoint sets a dispatch mode, which expects the same operations in both runs of a region.
+    That of a selective policy of torch's checkpoint expects the same operations in both runs of a region.
     """
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()

@@ -6,10 +6,10 @@ import torch
 
 
 def notify_traced(subject) -> None:
-    """Call `subject.was_traced()` when Dynamo traces this call; do nothing in eager mode.
+    """Call `subject.was_traced()` when Dynamo traces this call; do nothing in eager mode and in other tracers.
 
-    The call adds no operation, no guard and no break to the graph. Other tracers do not call `was_traced`. A later
-    version of Dynamo might not call it either, because `subject` is found through a private interface of Dynamo.
+    The call adds no operation, no guard and no break to the graph. It finds `subject` through a private interface of
+    Dynamo, and passes over it if that changes.
     """
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
@@ -18,11 +18,7 @@ def notify_traced(subject) -> None:
 
 
 def _notify(context) -> None:
-    """Call `was_traced` of the object that Dynamo represents as the variable `subject` of `notify_traced`.
-
-    Args:
-        context: Dynamo's ComptimeContext for the frame of `notify_traced`.
-    """
+    """Call `was_traced` of the object that Dynamo, with this ComptimeContext, represents as the variable `subject`."""
     variable = context.get_local("subject")
     tracker = getattr(variable, "_i_will_not_complain_if_bc_breaks_VariableTracker", lambda: None)()
     subject = getattr(tracker, "value", None)

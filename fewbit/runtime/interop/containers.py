@@ -13,9 +13,7 @@ from torch.utils._pytree import tree_leaves
 def tensors_in(structure, in_objects: bool = False) -> list[torch.Tensor]:
     """Return the tensors in nested containers, mappings and dataclasses, which may refer to each other in circles.
 
-    Args:
-        structure: a tensor, a container, or anything else.
-        in_objects: whether to look into the attributes of other objects too, except for modules of Python and torch.
+    With `in_objects`, the attributes of other objects count too, except for modules of Python and torch.
     """
     found, waiting = [], [structure]
     entered = {}  # {id: container}; an object that is kept alive keeps its id
@@ -30,7 +28,7 @@ def tensors_in(structure, in_objects: bool = False) -> list[torch.Tensor]:
 
 
 def _parts(container, in_objects: bool) -> list:
-    """Return the direct members of a container. The argument may be no container: it has no members then."""
+    """Return the direct members of a container; none of an argument that is no container."""
     if isinstance(container, Mapping):
         return list(container.values())
     if isinstance(container, set):

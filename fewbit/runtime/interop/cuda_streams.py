@@ -15,13 +15,9 @@ def stream_of(x: torch.Tensor) -> int:
 
 
 def hold_for_stream(tensors: Iterable[torch.Tensor]) -> None:
-    """Prevent memory from being reused before the current stream has done all work that it had when it was freed.
+    """Prevent memory that another stream allocated from being reused before the current stream has done its work with it.
 
-    This is needed if the current stream uses memory that was allocated in another stream, because torch's allocator
-    gives freed memory to the next allocation of the stream that allocated it.
-
-    Args:
-        tensors: the tensors whose memory is protected. Tensors that are not on a CUDA device are ignored.
+    Tensors that are not on a CUDA device are ignored.
     """
     for tensor in tensors:
         if tensor.is_cuda:
@@ -45,10 +41,7 @@ class AsyncHostCopy:
             )
 
     def is_there(self) -> bool:
-        """Return whether the copy is complete, so that `values` would not wait.
-
-        Return False while a CUDA graph is captured, because CUDA forbids queries of events during a capture.
-        """
+        """Return whether the copy is complete; False while a CUDA graph is captured, because CUDA forbids queries of events then."""
         events = [event for _, event in self._parts.values() if event is not None]
         if events and torch.cuda.is_current_stream_capturing():
             return False
@@ -68,12 +61,7 @@ class AsyncHostCopy:
 
 
 def _start(tensors):
-    """Start to copy the entries of 1-D tensors on one device to the host.
-
-    Returns:
-        All entries as one tensor on the host, and the CUDA event after which the copy is complete. The event is None if
-        the tensors are on the CPU.
-    """
+    """Start to copy 1-D tensors on one device to the host. Return their entries, and the CUDA event of completion or None."""
     flat = torch.cat(tensors)
     if not flat.is_cuda:
         return flat, None

@@ -1,9 +1,7 @@
 """Subclasses of module classes that run the calls of a converted model's modules inside `try` / `finally`.
 
-After a KeyboardInterrupt or another BaseException that is no Exception, torch runs no forward hook
-(docs/decisions/0013). fewbit therefore changes the class of a module, in place, to a subclass. The `__call__` of the
-subclass passes the call to the model's call guard (`CallGuard` in saved/calls.py), which restores the thread's state
-after the call. A class or module with that `__call__` is called *tracked*.
+After a KeyboardInterrupt torch runs no forward hook (docs/decisions/0013), so fewbit changes the class of a module, in
+place, to a *tracked* subclass, whose `__call__` passes the call to the model's `CallGuard` (saved/calls.py).
 """
 
 from __future__ import annotations
@@ -32,9 +30,7 @@ _made = weakref.WeakKeyDictionary()  # {class: weak reference to the class made 
 
 
 def leave_to_interpreter(code: CodeType, with_callees: bool = False) -> None:
-    """Let torch.compile trace a function only as a part of the function's callers, and never compile it by itself.
-
-    With `with_callees`, functions that it calls are not compiled either.
+    """Let torch.compile trace a function only as a part of its callers, and with `with_callees` compile none that it calls.
 
     Otherwise Dynamo could reuse the code that it has compiled for one call of the function in a different call.
     """
@@ -85,10 +81,7 @@ class _QConfig:
 
 
 class TrackedModule:
-    """A mixin for module classes: a call of the module runs within the model's call guard.
-
-    If the module has no guard, the call is torch's own.
-    """
+    """A mixin for module classes: a call of the module runs within the model's call guard, if the module has one."""
 
     qconfig = _QConfig()
 
@@ -120,10 +113,7 @@ class TrackedModule:
 
 
 class TrackedGraph(TrackedModule):
-    """The `TrackedModule` for torch.fx.GraphModule, which has copy and pickle methods of its own.
-
-    These methods copy only the members that the graph uses, and pickle the graph as code.
-    """
+    """The `TrackedModule` for torch.fx.GraphModule, which copies only what the graph uses, and pickles the graph as code."""
 
     def __reduce_ex__(self, protocol):
         reduced = super().__reduce_ex__(protocol)
@@ -154,9 +144,8 @@ leave_to_interpreter(TrackedModule.__call__.__code__)
 def _recreated(made, args) -> nn.Module:
     """Recreate a module for pickle and copy, with the tracked class that fits the module.
 
-    Args:
-        made: the function that makes the module, as `__reduce_ex__` returns it.
-        args: the arguments of `made`, with the base class, which pickle finds by name, in place of the tracked class.
+    `made` and `args` are from `__reduce_ex__`, with the base class, which pickle finds by name, in place of the tracked
+    class.
     """
     module = made(*args)
     _set_class(module, tracked_class_for(module))
@@ -164,10 +153,7 @@ def _recreated(made, args) -> nn.Module:
 
 
 def tracked_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `base` whose calls run within the module's call guard (`CallGuard`).
-
-    Every call with the same base returns the same subclass.
-    """
+    """Return the subclass of `base` whose calls run within the module's call guard, the same for every call."""
     reference = _made.get(base)
     made = None if reference is None else reference()
     if made is None:
@@ -187,8 +173,8 @@ def tracked_class(base: type[nn.Module]) -> type[nn.Module]:
 def _layout_of(base: type) -> tuple[type, ...]:
     """Return the classes that must come first among the bases of a subclass, so that modules may change to it.
 
-    Python changes the class of an object only if both classes have added `__dict__` to the same class. This is `object`,
-    unless `base` has a class such as ABC, which has no `__dict__`, before nn.Module among its bases.
+    Python changes the class of an object only if both classes have added `__dict__` to the same class: `object`, unless
+    `base` has a class without `__dict__`, such as ABC, before nn.Module among its bases.
     """
     first = base
     while getattr(first.__base__, "__dictoffset__", 0):
@@ -210,8 +196,7 @@ def _new_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict) -
 def graph_class_of(module: nn.Module) -> type | None:
     """Return the class that torch.fx made for this module alone, with the code of the graph; None if there is none.
 
-    torch.fx writes to that class and refers to it, so the module has to keep the class. Instead of giving the module
-    another class, `track` therefore changes the bases of that class.
+    torch.fx refers to that class, so `track` changes its bases instead of giving the module another class.
     """
     if not isinstance(module, GraphModule):
         return None
@@ -238,13 +223,7 @@ def tracked_class_for(module: nn.Module) -> type[nn.Module]:
 
 
 def track(module: nn.Module, guard, cls: type[nn.Module]) -> None:
-    """Make calls of the module run within a call guard.
-
-    Args:
-        module: the module.
-        guard: the `CallGuard` of the model.
-        cls: the result of `tracked_class_for`.
-    """
+    """Make calls of the module run within a call guard; `cls` is the result of `tracked_class_for`."""
     vars(module)[GUARD] = guard
     _set_class(module, cls)
 
@@ -259,11 +238,7 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def untrack(module: nn.Module) -> None:
-    """Undo `track`.
-
-    If the module's class has to keep `TrackedModule` as a base, calls still behave like torch's, since the guard is
-    gone.
-    """
+    """Undo `track`. If the class has to keep `TrackedModule` as a base, calls behave like torch's, since the guard is gone."""
     vars(module).pop(GUARD, None)
     cls, own = untracked_class(module), graph_class_of(module)
     for made in [kind for kind in type(module).__mro__ if "_fewbit_base" in vars(kind)]:
@@ -285,10 +260,7 @@ def _move_writes(made: type, base: type) -> None:
 
 
 def untracked_class(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class without `TrackedModule`.
-
-    This also works if another library has made a subclass of the tracked class (parametrize, fully_shard).
-    """
+    """Return the module's class without `TrackedModule`, also if another library has made a subclass of the tracked class."""
     cls = type(module)
     if graph_class_of(module) is not None:
         return cls
@@ -297,10 +269,7 @@ def untracked_class(module: nn.Module) -> type[nn.Module]:
 
 
 def rebase(cls: type, old: type, new: type) -> type | None:
-    """Return a copy of the class cls that has the base `new` in place of `old`.
-
-    Returns None if a method of cls uses super() without arguments.
-    """
+    """Return a copy of the class cls with the base `new` in place of `old`; None if a method uses super() without arguments."""
     if cls is old:
         return new
     if old not in cls.__mro__:

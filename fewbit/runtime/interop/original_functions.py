@@ -1,8 +1,7 @@
 """The functions of torch.nn.functional as they were when fewbit was imported.
 
-A user may replace a function of torch by a wrapper that calls the original. In a converted model, fewbit intercepts
-that call of the original and runs its own function instead. If fewbit's function then called the wrapper, the wrapper
-would call fewbit's function again, without end. fewbit's functions therefore call those in `functional`.
+If a user replaces one by a wrapper that calls the original, fewbit's function, which intercepts that call in a
+converted model, must not call the wrapper again.
 """
 
 from __future__ import annotations

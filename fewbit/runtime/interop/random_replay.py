@@ -15,9 +15,8 @@ _STATE_BYTES = {"cpu": 5056, "cuda": 16}
 def can_replay(x) -> bool:
     """Return whether random numbers that are drawn for x now can be drawn again later.
 
-    They cannot be drawn again if a compiler traces, because a compiler cannot follow a generator's state. Neither can
-    they while a CUDA graph is captured, because the generator's state cannot be read during a capture. For a fake
-    tensor nothing is drawn, but the layers save as many bytes as for a tensor with values.
+    The generator's state cannot be read by a compiler, nor while a CUDA graph is captured. For a fake tensor, layers
+    save as many bytes as for a tensor with values.
     """
     if is_abstract(x):
         return x.device.type in _STATE_BYTES

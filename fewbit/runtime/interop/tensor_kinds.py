@@ -20,14 +20,13 @@ _ordinary_keys: set[int] = set()
 """The dispatch keys of ordinary tensors that were seen."""
 _TRACING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL
 NO_MODE: int
-"""The dispatch keys that are included where no mode and no transform is active. It is set at the end of this file."""
+"""The dispatch keys that are included where no mode and no transform is active."""
 
 
 def is_plain(x) -> bool:
     """Return whether x is an ordinary dense tensor in ordinary eager mode, so that its memory can be read.
 
-    A dispatch mode that only watches operations, such as FlopCounterMode, makes no difference. A mode that makes fake
-    tensors or traces makes one.
+    Dispatch modes that only watch operations make no difference, unlike those that make fake tensors or trace.
     """
     # Every layer calls this function, so it calls few others.
     if type(x) not in PLAIN_CLASSES or torch.compiler.is_dynamo_compiling():
@@ -80,10 +79,7 @@ def has_memory(x) -> bool:
 
 
 def is_abstract(x) -> bool:
-    """Return whether x is a meta or fake tensor in ordinary eager mode.
-
-    Such a tensor has no memory, but has a storage object by which it can be recognized.
-    """
+    """Return whether x is a meta or fake tensor in ordinary eager mode, which has a storage object but no memory."""
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return False
     is_meta = type(x) in PLAIN_CLASSES and x.is_meta
@@ -104,12 +100,7 @@ def is_wrapped(x: torch.Tensor) -> bool:
 
 
 def is_batched(x, transforms_only: bool = False) -> bool:
-    """Return whether x stands for a batch of tensors, in `torch.func.vmap` or because of `is_grads_batched=True`.
-
-    Args:
-        x: a tensor or None.
-        transforms_only: whether to look for `torch.func.vmap` alone, within which torch supports fewer operations.
-    """
+    """Return whether x, a tensor or None, stands for a batch of tensors, or with `transforms_only` one of `torch.func.vmap`."""
     if x is None or torch.compiler.is_compiling():
         return False
     if torch._C._functorch.is_batchedtensor(x):
@@ -135,13 +126,7 @@ def check_tensors(*values) -> None:
 
 
 def check_not_distributed(*tensors) -> None:
-    """Raise InputError if one of the tensors is a DTensor.
-
-    Groups of elements would cross the shards of a DTensor. Layers therefore call ops with local tensors (`shards.py`).
-
-    Args:
-        tensors: The arguments of an op; may include values that are no tensors.
-    """
+    """Raise InputError if one of the values is a DTensor, whose shards groups of elements would cross."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors):
         raise InputError(
@@ -150,10 +135,7 @@ def check_not_distributed(*tensors) -> None:
 
 
 def is_eager(x) -> bool:
-    """Return whether x is in ordinary eager mode: `is_plain` or `is_abstract`.
-
-    Layers save both kinds of tensors by the same code.
-    """
+    """Return whether x is in ordinary eager mode: `is_plain` or `is_abstract`, which layers save by the same code."""
     return is_plain(x) or is_abstract(x)
 
 

@@ -1,17 +1,12 @@
 """The torch ops of few-bit activations, and their implementations, which eager mode calls without the dispatcher.
 
-A few-bit activation f saves a code of a few bits for each element of its input x. The encoding says which code an
-element gets, and which value a code stands for in place of the derivative f'(x). `lut` has the value for each code.
-
     encode(x, encoding, stride, seed) -> packed codes
     encode_kept(x, encoding, stride, seed) -> packed codes, one
     decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with the strides `stride`
 
-An encoding is passed as text (`Encoding.text`), so that an exported program needs nothing but these ops. `encode_kept`
-does the same as `encode`, but a compiler saves its results for the backward pass. `one` is a tensor of value 1. The
-activation multiplies f(x) by `one`, so that a compiler has to run the op in the forward pass.
-The function f itself is no op, so that a compiler can fuse torch's own function with neighboring operations and
-recompute f(x). With an op that returns f(x) and codes at once, a compiler could not do so (docs/decisions/0004).
+An encoding is passed as text, so that an exported program needs nothing but these ops. A compiler saves the results of
+`encode_kept` for the backward pass; `one` is a trace anchor. The activation f itself is no op, so that a compiler can
+fuse it and compute it again (docs/decisions/0004).
 """
 
 from __future__ import annotations
@@ -83,32 +78,20 @@ def _result_stride(x, function):
 def is_masking(function: str, encoding: Encoding, dtype: torch.dtype) -> bool:
     """Return whether f(x) is 0 exactly where the code of x stands for 0, so that the codes are a mask of f(x).
 
-    A table of the user may have other levels, if its domain has no 0, or may draw codes at random. The quantizer rounds
-    float64 results to float32, where more of them are 0 than the codes say.
-
-    Args:
-        function: the name of f.
-        encoding: the encoding of the codes.
-        dtype: the dtype of x.
+    That is not so for a table of the user with other levels or random codes, and for float64, of which the quantizer
+    rounds more results to 0.
     """
     return function in MASKING and dtype != torch.float64 and encoding.is_step_at_zero
 
 
 def activation_quantized(x, function, parameters, encoding, seed, inplace, quantizer):
-    """Compute f(x) and the packed codes of x, and quantize f(x), in one pass over memory.
+    """Compute f(x) and the packed codes of x, and quantize f(x), in one pass over memory; see `activation`.
 
-    Args:
-        x: a dense floating tensor with samples outermost in storage.
-        function: the name of f, see `activation`.
-        parameters: the parameters of f, see `activation`.
-        encoding: the encoding of the codes.
-        seed: the seed of the codes or None, see `activation`.
-        inplace: whether to write f(x) to x.
-        quantizer: the quantizer of the layer that saves f(x).
+    x is dense with samples outermost in storage, and `quantizer` is that of the layer that saves f(x).
 
     Returns:
-        f(x), the packed codes of x, and the SavedTensors of f(x). None in place of all three if the backend has no such
-        pass; then nothing was written.
+        (f(x), the packed codes of x, the SavedTensors of f(x)); None, with nothing done, if the backend has no such
+        pass.
     """
     backend = backends.of(x)
     if not backend.can_quantize_result(function):
@@ -133,12 +116,7 @@ def encode(x, encoding, seed):
 def decode_mul(grad, packed, encoding, stride):
     """Return the gradient of the activation's input: `grad` times the value that each element's code stands for.
 
-    Args:
-        grad: the gradient of the activation's result, of any strides.
-        packed: the packed codes of the input, int32.
-        encoding: the encoding of the codes.
-        stride: the strides of the dense tensor whose codes were packed, which the result gets too; None if it was
-            contiguous.
+    `stride` are the strides of the tensor whose codes were packed, and of the result; None if it was contiguous.
     """
     if stride is None and grad.is_contiguous():
         out = torch.empty_like(grad, memory_format=torch.contiguous_format)

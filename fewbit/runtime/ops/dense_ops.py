@@ -5,9 +5,8 @@
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
     pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
 
-A mask has the dtype bool, or is 0 and 1 in a floating dtype. `kind` is one of `KIND_NUMBERS`. `quantizer_ops` describes the other
-arguments. These functions compute what the C++ code does not: they run for float64, with numbers of channels, without compiled
-kernels, and on other devices. The first use of a device's kernels registers the C++ code (`runtime/backends`).
+A mask is bool, or 0 and 1 in a floating dtype, and `kind` one of `KIND_NUMBERS`. These functions run where the C++ code
+does not: for float64, with numbers of channels, without compiled kernels, and on other devices.
 """
 
 from __future__ import annotations

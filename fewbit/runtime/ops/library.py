@@ -35,10 +35,7 @@ def define(schema: str, implementation):
 
 
 def refuse_second_derivative(op) -> None:
-    """Make the backward of `op` raise GradientError.
-
-    The op computes a gradient, so its own backward would compute a second derivative.
-    """
+    """Make the backward of `op`, which computes a gradient, raise GradientError."""
     register_autograd(op, _refuse, setup_context=lambda ctx, inputs, output: None)
 
 
@@ -50,9 +47,8 @@ def _refuse(ctx, grad):
 def saved_when_partitioned():
     """Mark the ops that are traced in this block, so that the compiler's partitioner does not recompute their results.
 
-    With torch's setting `activation_memory_budget` below 1, the partitioner would otherwise save large inputs and
-    recompute small codes from them. In a checkpointed region nothing is marked, since the user asked to recompute
-    everything.
+    With an `activation_memory_budget` below 1, it would save large inputs instead. In a checkpointed region nothing is
+    marked.
     """
     meta = torch.fx.traceback.current_meta
     if "recompute" in meta:
@@ -101,9 +97,5 @@ def _flat(in_dims):
 
 
 def new_seed(x) -> torch.Tensor:
-    """Draw a seed from torch's generator.
-
-    Returns:
-        (1,) int64 on x's device.
-    """
+    """Draw a seed, (1,) int64 on x's device, from torch's generator."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=x.device)

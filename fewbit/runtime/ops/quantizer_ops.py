@@ -1,14 +1,9 @@
-"""The torch ops of the group quantizer, and their implementations, which eager mode calls directly.
+"""The torch ops of the group quantizer (docs/concepts/quantizer.md), and their implementations, which eager mode calls directly.
 
     quantize(x, stride, seed, bits, group_size, kind, channels) -> packed, ranges, numbers of channels, one
-    dequantize(packed, ranges, bits, group_size, size, stride, dtype, kind, mask, channels) -> the values, with the strides
-        `stride`
+    dequantize(packed, ranges, bits, group_size, size, stride, dtype, kind, mask, channels) -> the values
 
-The group quantizer cuts a tensor into groups of elements. It saves two numbers for each group, called its *ranges*, and
-a code of 1 to 8 bits for each element. The two numbers are the minimum and the range in a uniform copy, the mean and the
-scale in a rotated copy (docs/concepts/quantizer.md). A *sample* is a slice of a tensor along dimension 0. Both ops take the same strides, which
-define the order of the elements. `one` is a tensor of value 1. The layer multiplies its result by `one`, so that a
-compiler has to run the op in the forward pass.
+Both ops take the same strides, which define the order of the elements, and `one` is a trace anchor.
 """
 
 from __future__ import annotations
@@ -34,21 +29,10 @@ def quantize(
     words=None,
     kind=UNIFORM,
 ):
-    """Quantize a tensor. Return (packed, ranges): packed codes, and two numbers for each group.
+    """Quantize a tensor of any strides. Return (packed, ranges): packed codes, and two numbers for each group.
 
-    docs/concepts/quantizer.md describes the method and the format.
-
-    Args:
-        x: a floating tensor of any strides.
-        seed: an int that fits into int64, or (1,) int64 on x's device.
-        bits: the bits per element of all samples, 1 to 8, unless `widths` is given.
-        group_size: the number of elements in a group; at most 256 unless the copy is uniform.
-        normalize: None, or a `Normalization`, which changes the elements first, see `reference_quantizer.quantize`. If it has
-            an rstd, `layout.is_by_sample(x)` must be true.
-        widths: (N,) uint8, the bits per element of each sample, or None.
-        words: only if `widths` is given: the number of int32 words to allocate for the codes, at least
-            `groups.mixed_words`.
-        kind: the kind of the copy, one of `fewbit.config.KINDS`.
+    The arguments are those of `reference_quantizer.quantize`, with a `Normalization` or None. If it has an rstd,
+    `layout.is_by_sample(x)` must be true.
     """
     if not x.is_contiguous() and not layout.is_by_sample(x):
         x = x.detach().contiguous()
@@ -58,9 +42,7 @@ def quantize(
 
 
 def quantize_samples(x, seed, slot, samples, group_size, normalize=None, kind=UNIFORM):
-    """Divide the bits of x's slot among x's samples, then quantize x. Return (packed, ranges, widths, sensitivities).
-
-    A slot is one tensor that a layer saves in every forward pass.
+    """Divide the bits of x's slot among x's samples, then quantize x.
 
     Args:
         x: a floating tensor of any strides.
@@ -73,8 +55,7 @@ def quantize_samples(x, seed, slot, samples, group_size, normalize=None, kind=UN
 
     Returns:
         packed and ranges, the results of `quantize`; widths, (samples,) uint8, the bits per element of each sample; and
-        sensitivities, (samples,) float32, the numbers that decided how the bits were shared: a sample with a larger
-        number gets more bits.
+        sensitivities, (samples,) float32: a sample with a larger number gets more bits.
     """
     source = _by_samples(x, samples)
     features = source.numel() // samples
@@ -87,10 +68,7 @@ def quantize_samples(x, seed, slot, samples, group_size, normalize=None, kind=UN
 
 
 def sensitivities(x, slot, samples, group_size, normalize=None, kind=UNIFORM):
-    """Return the numbers that decide how `quantize_samples` shares bits among samples, (samples,) float32.
-
-    The arguments are those of `quantize_samples`.
-    """
+    """Return the numbers that decide how `quantize_samples` shares bits among samples, (samples,) float32."""
     return _sensitivities(_by_samples(x, samples), slot, group_size, normalize, kind)
 
 
@@ -107,13 +85,7 @@ def _sensitivities(source, slot, group_size, normalize, kind):
 
 
 def channel_statistics(x, count, normalize=None):
-    """Return the means and the scales of a tensor's channels, (count, 2) bfloat16, see `reference.channel_statistics`.
-
-    Args:
-        x: a floating tensor with elements, of any strides.
-        count: the number of channels.
-        normalize: how to normalize x first, or None, see `quantize`.
-    """
+    """Return the means and the scales of a tensor's channels, (count, 2) bfloat16, see `reference.channel_statistics`."""
     source = x if x.is_contiguous() or layout.is_by_sample(x) else x.detach().contiguous()
     source = _narrow(source)
     return backends.of(source).channel_statistics(source, count, normalize)
@@ -122,15 +94,8 @@ def channel_statistics(x, count, normalize=None):
 def squares(x, group_size, normalize=None, kind=UNIFORM):
     """Return, for each sample of x, a number to which the variance of rounding is proportional, (N,) float32.
 
-    The variance, summed over the sample's elements, is this number times `distortion(kind, bits)`
-    (`runtime/format/distortion.py`). The number is a sum over the sample's groups. In a uniform copy, a group adds
-    (number of elements) * range^2. In a rotated copy, it adds the sum of the squares of its elements minus their mean.
-
-    Args:
-        x: a floating tensor for which `layout.is_by_sample(x)` is true.
-        group_size: the number of elements in a group.
-        normalize: how to normalize x first, or None, see `quantize`.
-        kind: the kind of the copy, one of `fewbit.config.KINDS`.
+    The variance, summed over the sample's elements, is this number times `distortion(kind, bits)`.
+    `layout.is_by_sample(x)` must be true.
     """
     return backends.of(x).squares(_narrow(x), group_size, normalize, kind)
 
@@ -138,15 +103,8 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
 def rounding_variance(x, samples, group_size, normalize, bits, generator):
     """Return the variance that rounding to `bits` adds to an element, as a mean for each sample: (samples,) float32.
 
-    The variance is that of a uniform copy. It is estimated from the difference of two random roundings of x.
-
-    Args:
-        x: a floating tensor of any strides.
-        samples: the number of samples; None or 0 stands for the size of dimension 0.
-        group_size: the number of elements in a group.
-        normalize: how to normalize x first, or None, see `quantize`.
-        bits: the bits per element, 1 to 8.
-        generator: a function that returns, for a device, the random generator from which seeds are drawn.
+    It is that of a uniform copy, estimated from two random roundings of x. If `samples` is None or 0, it is the size of
+    dimension 0. `generator` returns, for a device, the generator from which seeds are drawn.
     """
     stride = layout.by_sample_stride(x)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -177,22 +135,7 @@ def dequantize_samples(
     mask=None,
     channels=None,
 ):
-    """Dequantize a tensor from the results of `quantize_samples`.
-
-    Args:
-        packed: the packed codes.
-        ranges: the two numbers of each group.
-        widths: the bits per element of each sample.
-        samples: the number of samples that `quantize_samples` got.
-        group_size: the number of elements in a group.
-        size: the size of the quantized tensor.
-        stride: the strides of the quantized tensor, see `layout.by_sample_stride`.
-        dtype: the dtype of the values.
-        affine: a linear map to apply to the values, or None, see `dequantize`.
-        kind: the kind of the copy, one of `fewbit.config.KINDS`.
-        mask: a mask to apply to the values, or None, see `dequantize`.
-        channels: the numbers of channels, or None, see `dequantize`.
-    """
+    """Dequantize a tensor from the results of `quantize_samples`. The other arguments are those of `dequantize`."""
     settings = widths, affine, kind, mask, channels
     return _dequantized(packed, ranges, 0, group_size, size, stride, dtype, settings, samples)
 
@@ -213,21 +156,8 @@ def dequantize(
 ):
     """Return the dequantized values of a tensor, with the given size, strides and dtype.
 
-    Args:
-        packed: the packed codes that `quantize` returned.
-        ranges: the two numbers of each group, which `quantize` returned.
-        bits: the bits per element of all samples, unless `widths` is given.
-        group_size: the number of elements in a group.
-        size: the size of the quantized tensor.
-        stride: the strides of the quantized tensor, see `layout.by_sample_stride`.
-        dtype: the dtype of the values.
-        widths: (N,) uint8, the bits per element of each sample, or None.
-        affine: None, or (scale, shift, inner), a linear map to apply to the values, see
-            `reference_quantizer.dequantize`.
-        kind: the kind of the copy, one of `fewbit.config.KINDS`.
-        mask: None, or the packed codes of 1 bit by which the values are multiplied, see
-            `reference_quantizer.dequantize`.
-        channels: None, or the numbers of the channels that `quantize` took out, (count, 2) bfloat16.
+    The strides are those of `layout.by_sample_stride`. The other arguments are those of
+    `reference_quantizer.dequantize`.
     """
     settings = widths, affine, kind, mask, channels
     return _dequantized(packed, ranges, bits, group_size, size, stride, dtype, settings)
@@ -236,10 +166,7 @@ def dequantize(
 def _dequantized(
     packed, ranges, bits, group_size, size, stride, dtype, settings, samples=None
 ) -> torch.Tensor:
-    """Return the dequantized values for `dequantize` and `dequantize_samples`, whose arguments these are.
-
-    `settings` is (widths, affine, kind, mask, channels).
-    """
+    """Return the dequantized values; `settings` is (widths, affine, kind, mask, channels)."""
     is_wide = dtype is torch.float64
     narrow = torch.float32 if is_wide else dtype
     out = torch.empty_strided(size, stride, dtype=narrow, device=packed.device)

@@ -1,7 +1,6 @@
-"""torch's own computation of every function in `fewbit.functions`.
+"""torch's own computation of every function in `fewbit.functions`, which is called with its input and then its parameters.
 
-It is used for inputs that need no gradient, and if no kernel computes the function together with its codes. A function
-is called with its input and then its parameters, in the order of `fewbit.functions`.
+It is used for inputs that need no gradient, and if no kernel computes the function together with its codes.
 """
 
 from __future__ import annotations
@@ -49,11 +48,7 @@ FORWARD: dict[str, Callable[..., torch.Tensor]] = {
     "sqrtsoftplus": lambda x: torch.sqrt(F.softplus(x)),
     "identity": _identity,
 }
-"""{name in `fewbit.functions`: the function}.
-
-Most functions are those of the same name in torch.nn.functional. The others are missing there, or have other
-signatures.
-"""
+"""{name in `fewbit.functions`: the function}, of torch.nn.functional where that has the name and signature."""
 
 IN_PLACE: dict[str, Callable[..., torch.Tensor]] = {
     "relu": torch.relu_,

@@ -10,20 +10,14 @@ import torch
 from fewbit.runtime.probes.measurements import NOTHING, PARAMETER
 
 MOST_EARLIER = 1024
-"""At most this many nodes are followed that are older than the forward pass.
-
-Nodes below those count as if they had no parameters.
-"""
+"""The most nodes that are followed although they are older than the forward pass. Nodes below those count as if they had no parameters."""
 
 
 def bottom_up(roots: Iterable, start: int) -> Iterator:
     """Yield the nodes that can be reached from `roots`, without leaves, each after all nodes below it.
 
-    Of the nodes that were made before the forward pass, only the nearest MOST_EARLIER are included.
-
-    Args:
-        roots: the nodes of the forward pass's results.
-        start: the number of the first node that the forward pass has made.
+    `start` is the number of the first node that the forward pass has made. Of older nodes, only the nearest
+    MOST_EARLIER are included.
     """
     roots = list(roots)
     reached, entered = _reached(roots, start), set()
@@ -54,12 +48,7 @@ def _reached(roots, start) -> set:
 
 
 def number_below(node, numbers: dict) -> int:
-    """Return the number of a node below an edge, or PARAMETER or NOTHING.
-
-    Args:
-        node: the node.
-        numbers: {node: its number} of the nodes that a probe follows.
-    """
+    """Return the number of a node below an edge, or PARAMETER or NOTHING."""
     if _is_leaf(node):
         return PARAMETER if isinstance(node.variable, torch.nn.Parameter) else NOTHING
     return numbers.get(node, NOTHING)

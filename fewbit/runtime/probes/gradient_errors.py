@@ -1,17 +1,8 @@
 """The errors of a layer's gradients, as functions of the error of its saved tensor, for the policy of `ErrorBound`.
 
-D is the squared error of a gradient, and dx^2 is the mean squared error of the elements of the saved tensor. A layer with a formula
-for D has a static method `gradient_errors` in its autograd Function. It runs in the layer's backward pass, where gradients and
-the dequantized tensor are available, and computes a few small numbers on the device. When they have reached the host,
-`GradientError.finish` computes D from them. The formulas hold in expectation (docs/concepts/theory/ac_gc.md). For gated units,
-products, softmax and attention there is no formula, or only one that asks for too many bits; the probe then measures the effect of
-noise.
-
-Some formulas have one dx^2 for all elements, but samples have different bits and so different errors. Let g_n be the
-gradient of row n (entry n of dimension 0) of the layer's result, and dx_n^2 the present mean squared error of row n of
-the saved tensor. The formulas then use weights dx_n^2 / dx^2:
-
-    sum of |g_n|^2 dx_n^2  =  dx^2 sum of |g_n|^2 (dx_n^2 / dx^2)
+D is the squared error of a gradient, and dx^2 the mean squared error of the elements of the saved tensor. A layer with
+a formula for D (docs/concepts/theory/ac_gc.md) has a static method `gradient_errors` in its autograd Function, which
+computes a few small numbers on the device; for other layers the probe measures the effect of noise.
 """
 
 from __future__ import annotations
@@ -26,19 +17,13 @@ import torch
 from torch import Tensor
 
 KURTOSIS = 3.0
-"""The factor in E dx^4 <= KURTOSIS * (dx^2)^2, for the error dx of rounding.
-
-It is 3 for the errors of rotated copies, which look normal. Stochastic rounding in uniform copies has 4 / 3 with
-dx^2 = step^2 / 4. docs/concepts/theory/ac_gc.md derives both in section 1.
-"""
+"""The factor in E dx^4 <= KURTOSIS * (dx^2)^2, for the error dx of rounding (docs/concepts/theory/ac_gc.md, section 1)."""
 
 
 class Cost(NamedTuple):
     """The squared error of a gradient, (first dx + second dx^2)^2, if a saved tensor has the mean squared error dx^2.
 
     Args:
-        first: the coefficient of dx.
-        second: the coefficient of dx^2.
         channels: numbers in proportion to the parts of first^2 that come from each channel (dimension 1); None if all
             are equal, or if there are no channels.
     """
@@ -52,12 +37,11 @@ class GradientError(NamedTuple):
     """The squared error of one gradient of a layer as a function of the saved tensor's error.
 
     Args:
-        place: the number of an input of the layer's autograd Function. The gradient is that of this input.
+        place: the number of the input of the layer's autograd Function whose gradient it is.
         numbers: 1-D float64 tensors, to be copied to the host.
         finish: a function that returns the `Cost`, given the values of `numbers` as lists and the present mean squared
             error of the saved tensor.
-        repeats: usually 1. An instance norm repeats its weight for each sample before it calls the Function, and
-            `repeats` is the number of copies. The weight's gradient is the sum over the copies.
+        repeats: how often an instance norm repeats its weight before it calls the Function; else 1.
     """
 
     place: int
@@ -79,8 +63,8 @@ def of_layer(context, kept, grads, results, errors: Tensor) -> list[GradientErro
         kept: what the Function has saved (`copies.Kept`).
         grads: the gradients of the layer's results.
         results: the gradients that the layer's backward returned for its inputs.
-        errors: (rows,) the sum of squared errors in each row (entry of dimension 0, in storage order) of the
-            dequantized tensor.
+        errors: (rows,) the sum of squared errors in each entry of dimension 0, in storage order, of the dequantized
+            tensor.
     """
     layer = context._forward_cls
     if layer.gradient_errors is None or grads[0] is None:
@@ -112,10 +96,9 @@ def weight_cost(entries, _) -> Cost:
 
 
 def scales2(kept) -> tuple[Tensor, ...]:
-    """Return the squared weights of the norm whose saved tensor a linear layer uses; () if there is no such norm.
+    """Return the squared weights of the norm whose saved tensor a linear layer multiplies, in a tuple; () without such a norm.
 
-    The layer computes its input from the saved tensor by multiplication with the norm's weights, so errors are
-    multiplied too. The result contains one tensor: (channels,), or (1,) with the mean of the squared weights.
+    They multiply the errors: (channels,), or (1,) with their mean.
     """
     spec, tensors = kept.copy("x")
     if not hasattr(spec, "normalized") or tensors[-2] is None:
@@ -125,7 +108,7 @@ def scales2(kept) -> tuple[Tensor, ...]:
 
 
 def mean_scale2(found) -> float:
-    """Return the mean of what `scales2` returned, on the host; 1 without a norm."""
+    """Return the mean of the result of `scales2`, on the host; 1 without a norm."""
     return sum(found[0]) / len(found[0]) if found else 1.0
 
 
@@ -155,14 +138,7 @@ def of_norm_input(x, g, rstd, dims, has_channels=False) -> GradientError:
 
 
 def of_sums(scaled2, alignment2, size, has_channels) -> GradientError:
-    """Return the error of the gradient of a norm's input from sums over sets of elements that share a deviation s.
-
-    Args:
-        scaled2: |g|^2 / s^2 of each set, where g is the gradient of the norm's result times the weight.
-        alignment2: (x~ . g)^2 / s^2 of each set, where x~ is the dequantized normalized input.
-        size: the number of elements of a set.
-        has_channels: whether the sets are channels.
-    """
+    """Return the error of the gradient of a norm's input from |g|^2 / s^2 and (x~ . g)^2 / s^2 of each set; see `of_norm_input`."""
     numbers = scaled2.flatten(), alignment2.flatten()
     if not has_channels:
         numbers = tuple(sums.sum()[None] for sums in numbers)
@@ -183,14 +159,12 @@ def _input_cost(size, entries, error2) -> Cost:
 def norm_input_coefficients(size: int, scaled2: float, alignment2: float) -> tuple[float, float]:
     """Return (first, second) of (first dx + second dx^2)^2, a bound of the squared error of a norm's input gradient.
 
-    The bound holds in expectation (docs/concepts/theory/ac_gc.md, section 6). A set is the elements that share a mean and a deviation
-    s: a channel of a batch norm, a row of a layer norm, and so on. g' is the gradient of the output times the weight, and x~ is the
-    normalized input, which the norm saves with the mean squared error dx^2.
+    The bound holds in expectation (docs/concepts/theory/ac_gc.md, section 6).
 
     Args:
         size: the number of elements of a set.
-        scaled2: the sum of |g'|^2 / s^2 over the sets.
-        alignment2: the sum of (x~ . g')^2 / s^2 over the sets, where x~ . g' is an inner product.
+        scaled2: the sum of |g|^2 / s^2 over the sets; see `of_norm_input`.
+        alignment2: the sum of (x~ . g)^2 / s^2 over the sets.
     """
     cross = 2.0 * sqrt(alignment2 * scaled2 / size)
     first = sqrt((scaled2 + alignment2 + cross) / size)
@@ -204,7 +178,11 @@ def product(grad, weight, x) -> Tensor:
 
 
 def by_rows(grad, errors, groups: int = 1) -> Tensor:
-    """Return |g|^2 of each group of channels, (groups,) float64, with rows weighted in proportion to their errors."""
+    """Return |g|^2 of each group of channels, (groups,) float64, with rows weighted in proportion to their errors.
+
+    If dx_n^2 is the mean squared error of row n, the sum of |g_n|^2 dx_n^2 is dx^2 times the sum of |g_n|^2 (dx_n^2 /
+    dx^2).
+    """
     rows = len(grad) if grad.dim() > 1 else 1
     if groups == 1 and grad.dim() > 1:  # no reshape: a gradient may be channels last, or expanded
         found = squares(grad, tuple(range(1, grad.dim())))

@@ -1,23 +1,17 @@
 """The forks and joins of an autograd graph: where gradients separate, and where all of them have come together again.
 
-In a residual network, the gradient arrives at a block, goes through the block's branch and past it, and comes together again
-below. Noise does the same, so its two parts at the join are correlated.
+The two parts of noise at the join of a residual block's branch are correlated.
 """
 
 from __future__ import annotations
 
 
 def joins_of(below: list[list[int]]) -> list[frozenset[int] | None]:
-    """Return, for each node where a gradient separates, the nodes where it has come together again.
+    """Return, for each fork, the nodes where the gradient has come together again; None for other nodes.
 
-    Such a *fork* is a node that every path to any node below it passes, and that has an edge to a node for which this is not
-    so. Its *joins* are the nearest nodes below for which it is so again.
-
-    Args:
-        below: the nodes below each node. A node comes after all nodes below it.
-
-    Returns:
-        The joins of each fork; None for other nodes.
+    A fork is a node that every path to any node below it passes, and that has an edge to a node for which this is not
+    so. Its joins are the nearest nodes below for which it is so again. `below` has the nodes below each node, which
+    comes after these.
     """
     is_passed = _passed_by_all(below)
     joins: list[frozenset[int]] = []
@@ -30,11 +24,7 @@ def joins_of(below: list[list[int]]) -> list[frozenset[int] | None]:
 
 
 def _passed_by_all(below: list[list[int]]) -> list[bool]:
-    """Return for each node whether every path from above to any node below it passes the node.
-
-    These are the nodes that dominate all their descendants. The dominator of a node is the nearest common one of the nodes
-    above it (Cooper, Harvey and Kennedy, A Simple, Fast Dominance Algorithm, 2001).
-    """
+    """Return for each node whether it dominates all nodes below it (Cooper, Harvey and Kennedy, A Simple, Fast Dominance Algorithm, 2001)."""
     count = len(below)
     above: list[list[int]] = [[] for _ in range(count)]
     for number, children in enumerate(below):

@@ -1,25 +1,18 @@
 """The numbers that a probe measures at the nodes of the autograd graph, and the variances that follow from them.
 
-`variance_probe.py` explains the numbers own, out and gain. Noise from different sources is uncorrelated, so sums of squares
-add up along the graph. Let S(node) be the sum of squares that noise in the incoming gradient of a node causes at all
-parameters below, divided by the sum of squares of the noise itself. Then
+With own, out and gain of `VarianceProbe`, noise in the incoming gradient of a node causes at all parameters below,
+relative to its own square,
 
     S(node) = sum over its parameters of gain[p]  +  sum over its edges of gain[e] S(node below e)
 
-and the variance that rounding the slot adds in all is  sum of own[p] + sum of out[e] S(node below e)
-(docs/guides/controller.md).
-
-Noise from one source that separates at a fork, such as the input of a residual block, has correlated parts where it comes
-together again, at the joins below (`joins.py`). In trained networks, branches undo part of what passes them, so the parts cancel each
-other. By how much is measured on the gradient itself: c(join) is the square of the gradient that arrives at the join, divided by the
-sum of the squares of its parts. With P(fork), the noise at the parameters between fork and joins, and G, the growth of squares from the
-fork to a join,
+and rounding the slot adds  sum of own[p] + sum of out[e] S(node below e)  (docs/guides/controller.md). From a fork to
+its joins (`joins.py`), the noise P at the parameters between, the growth G of squares and c(join), the square of the
+arriving gradient divided by the sum of the squares of its parts, which may cancel each other, give
 
     S(fork) = P(fork) + sum over its joins of G c(join) S(join)
 
-The same sums with a factor for each parameter p, by which gain[p] and own[p] are multiplied, give the *relative* variance. The factor
-is 1 / (|g[p]|^2 + LEAST_SHARE m), with the parameter's gradient g[p] and the mean m of |g[p]|^2 over the parameters. An optimizer
-such as Adam divides each parameter's gradient by its own size, so the same relative noise does the same harm in all parameters.
+The *relative* variance has the factor 1 / (|g[p]|^2 + LEAST_SHARE m) for each parameter, with its gradient g[p] and the
+mean m of |g[p]|^2, because an optimizer such as Adam divides each parameter's gradient by its own size.
 """
 
 from __future__ import annotations
@@ -34,12 +27,10 @@ from fewbit.runtime.probes.joins import joins_of
 from fewbit.runtime.probes.norms import squared
 
 LEVELS = (1, 2)
-"""The levels at which rounding is measured.
+"""The levels at which rounding is measured, and the bits whose noise is drawn: level 2 stands for the slot's own bits, but at least 2.
 
-Level 1 stands for rounding to 1 bit. It is measured separately, because the noise of 1 bit differs most from that of other
-numbers of bits. Level 2 stands for rounding to the slot's own bits, but at least 2. From the variance at level 2 follows
-that at other bits, by the distortion of the slot's kind of copies (`runtime/format/distortion.py`). Each level is also the
-number of bits whose noise is drawn. Noise of more than 2 bits is noise of 2 bits, made smaller.
+Level 1 is measured separately, because the noise of 1 bit differs most from that of other numbers of bits, which
+follows from level 2 by the distortion.
 """
 LEAST_SHARE = 0.01
 """The part of the mean of |g[p]|^2 below which the gradient of a parameter counts as zero, as that of a key's bias is."""
@@ -52,13 +43,10 @@ class NoiseOfSlot:
     """The changes that noise in a slot makes to the gradients that leave a node through its edges.
 
     Args:
-        name: the name of the slot: the layer's name and the number of the layer's input.
-        level: the level of the noise, see `LEVELS`.
-        scale: the factor by which the sum of squared changes is multiplied: 1 / relative_distortion(kind, bits), which
-            is 1 at level 1.
+        scale: 1 / relative_distortion(kind, bits), by which the sum of squared changes is multiplied.
         norms: for each edge the norm of the change, 0-D float32, or None if there is no change to measure.
-        is_own: whether the node is the layer that saved the slot. If so, edges to a layer that is probed itself do not
-            count, because the change is handed to that layer (`Node.handed`).
+        is_own: whether the node is the layer that saved the slot. Its edges to a probed layer do not count, because the
+            change is handed to that layer (`Node.handed`).
     """
 
     name: tuple[str, int]
@@ -77,8 +65,8 @@ class Node:
         exists: for each input of the node whether the input has an edge.
         is_layer: whether the node is a torch.autograd.Function.
         arriving: the norm of the incoming gradient, 0-D float32.
-        leaving: for each edge the norm of the gradient that leaves through it; in a layer that is probed, with random signs on the
-            incoming gradient.
+        leaving: for each edge the norm of the gradient that leaves through it; in a probed layer, with random signs on
+            the incoming gradient.
         parts: for each edge the norm of the gradient itself that leaves through it.
         reaches: {edge: the number of the layer below it}, where only changes of the shape or dtype lie between the two.
         handed: changes of the incoming gradient by noise in the layer above: (slot's name, level, scale, change).
@@ -107,16 +95,13 @@ class Node:
 def variances(
     nodes: list[Node], names: Iterable[tuple], host: dict, is_relative: bool = False
 ) -> dict | None:
-    """Return the variances that rounding the slots adds to the gradient, times the scales of their noise.
+    """Return {(slot's name, level): variance that rounding adds, times the scale of the noise}; None if a number is not finite.
 
     Args:
-        nodes: the nodes of the graph. A node comes after all nodes below it.
+        nodes: the nodes of the graph, each after all nodes below it.
         names: the names of the slots.
         host: the result of `AsyncHostCopy.values` for the norms of all nodes.
         is_relative: whether to return relative variances.
-
-    Returns:
-        {(slot's name, level): variance}; None if a number is not finite.
     """
     sums = {(name, level): 0.0 for name in names for level in LEVELS}
     factors = _factors(nodes, host, is_relative)

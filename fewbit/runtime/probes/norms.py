@@ -8,33 +8,21 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 
 
 def by_edge(context, results) -> list:
-    """Return an autograd Function's gradients for the inputs that need a gradient, in the order of the inputs.
-
-    Args:
-        context: the Function's context (`ctx`).
-        results: the results of the Function's backward: a gradient or None for each input.
-    """
+    """Return the results of an autograd Function's backward for the inputs that need a gradient."""
     results = results if isinstance(results, tuple) else (results,)
     needed = context.needs_input_grad
     return [grad for grad, is_needed in zip(results, needed, strict=True) if is_needed]
 
 
 def is_dense(x) -> bool:
-    """Return whether x is an ordinary dense tensor in eager mode, or becomes one by `resolve_neg`.
-
-    Gradients of conjugated tensors have the negative bit, which `resolve_neg` resolves.
-    """
+    """Return whether x is an ordinary dense tensor, or becomes one by `resolve_neg`, as gradients of conjugated tensors do."""
     return is_plain(x) or (type(x) is torch.Tensor and x.is_neg() and is_plain(x.resolve_neg()))
 
 
 def norm(tensors) -> torch.Tensor | None:
-    """Return the square root of the sum of the squares of all entries of the tensors.
+    """Return the norm of all entries of the tensors together, 0-D float32 on the first one's device; None if there is none.
 
-    Args:
-        tensors: tensors on any devices. Sparse tensors and None are skipped.
-
-    Returns:
-        0-D float32 on the device of the first tensor; None if all were skipped.
+    Sparse tensors and None are skipped.
     """
     norms = [
         torch.linalg.vector_norm(
@@ -49,12 +37,7 @@ def norm(tensors) -> torch.Tensor | None:
 
 
 def squared(host: dict[int, list[float]], norm: torch.Tensor | None) -> float:
-    """Return the square of a norm that was copied to the host, or 0 if there is no norm.
-
-    Args:
-        host: the result of `AsyncHostCopy.values`.
-        norm: a tensor that was copied, or None.
-    """
+    """Return the square of a norm that was copied to the host, or 0 if there is no norm."""
     if norm is None:
         return 0.0
     (value,) = host[id(norm)]

@@ -1,9 +1,4 @@
-"""Run a layer's backward while a probe measures: record which tensors are dequantized, and add noise to one of them.
-
-A *probe* is the object that measures one forward and backward pass. A *slot* is one tensor that a layer saves in every
-forward pass. To learn how rounding the tensor affects gradients, the probe runs the layer's backward again, with noise
-added to the tensor. To *restore* a saved tensor is to dequantize it in a backward pass.
-"""
+"""Run a layer's backward while a probe measures: record which tensors are dequantized, and add noise to one of them."""
 
 from __future__ import annotations
 
@@ -12,26 +7,14 @@ import threading
 from fewbit.runtime.format import layout
 
 HAS_COLLECTIVES = "backward_has_collectives"
-"""The name of an attribute of autograd Functions. It is True if the backward calls collectives of torch.distributed.
-
-Such a backward must not run more often than in other processes.
-"""
+"""The name of an attribute of autograd Functions, True if the backward calls collectives, and so must not run more often than in other processes."""
 OBSERVED = "_fewbit_observed"
-"""The name of the attribute in which an autograd node has the probes that measure at this node.
-
-The attribute is a tuple with (probe, number that the probe gave the node) for each probe.
-"""
+"""The name of the attribute in which an autograd node has (probe, number that the probe gave the node) for each probe."""
 _running = threading.local()
 
 
 def observed(backward, context, grads):
-    """Run a layer's backward, let the probes of the layer's saved tensors measure, and return the backward's results.
-
-    Args:
-        backward: the backward of the layer's autograd Function, a function of `context` and `grads`.
-        context: the Function's context (`ctx`).
-        grads: the gradients of the Function's results.
-    """
+    """Run a layer's backward, let the probes of the layer's saved tensors measure, and return the backward's results."""
     probes = getattr(context, OBSERVED, ())
     if probes:
         context = _ObservedContext(context)
@@ -59,7 +42,7 @@ class Restoring:
 
     Args:
         target: the slot whose tensors get noise, or None.
-        level: which noise to add, see `VarianceProbe.noise`. Without a target, the level is not used.
+        level: which noise to add, see `VarianceProbe.noise`.
         probe: the probe that makes the noise, or None without a target.
     """
 
@@ -87,10 +70,7 @@ class Restoring:
         return self.target is not None and slot.name == self.target.name
 
     def restored(self, values, spec, tensors):
-        """Record the slot of a dequantized tensor. Return the tensor's values, with noise if the slot is the target.
-
-        The arguments are those of the function `restored` in this file.
-        """
+        """Record the slot of a dequantized tensor. Return the tensor's values, with noise if the slot is the target."""
         slot = spec.slot
         self.slots.setdefault(slot.name, slot)
         return self.changed(values, spec, tensors) if self.is_target(slot) else values
@@ -116,12 +96,9 @@ class Restoring:
 
 
 def restored(values, spec, tensors):
-    """Return the values of a saved tensor that a backward has dequantized, with noise if a probe asks for noise.
+    """Return the values of a saved tensor that a backward has dequantized, which may be changed, with noise if a probe asks for it.
 
-    Args:
-        values: dequantized values, which may be changed in place.
-        spec: the spec of the saved tensor.
-        tensors: the saved tensors, of which the address of the first one identifies the dequantized tensor.
+    The address of the first of the saved tensors identifies the dequantized tensor.
     """
     if spec.slot is None:
         return values
@@ -130,11 +107,7 @@ def restored(values, spec, tensors):
 
 
 def record(spec) -> None:
-    """Record the slot of a saved tensor whose values a kernel has used without writing them to memory.
-
-    Args:
-        spec: the spec of the saved tensor, for which `is_changed` is False.
-    """
+    """Record the slot of a saved tensor, without noise, whose values a kernel has used without writing them to memory."""
     restored(None, spec, None)
 
 
@@ -145,10 +118,7 @@ def is_changed(spec) -> bool:
 
 
 class _ObservedContext:
-    """A copy of an autograd context whose saved tensors can be read repeatedly.
-
-    Within `torch.utils.checkpoint`, torch allows to read the saved tensors only once.
-    """
+    """A copy of an autograd context whose saved tensors can be read repeatedly, also within `torch.utils.checkpoint`."""
 
     def __init__(self, context):
         self._context = context

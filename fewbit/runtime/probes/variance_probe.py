@@ -1,29 +1,7 @@
 """Measure the variance that rounding each slot adds to a model's gradient, in one backward pass.
 
-A *slot* is one tensor that a layer saves in every forward pass. Rounding a slot adds variance to the gradients of the
-parameters of the slot's own layer. If the gradient of the layer's input depends on the slot, rounding also adds
-variance to the gradients of all layers below, that is, nearer to the model's input. By Theorem 3 of ActNN (long
-version, section 3), the variances of all slots add up.
-
-In the autograd graph, a gradient arrives at a *node* and leaves through the node's *edges* to the nodes and parameters
-below. Three kinds of numbers are measured:
-
-- A layer runs its backward again, with noise added to one of its dequantized tensors. The noise is drawn once, with the
-  variance of rounding. It changes the layer's gradients. The sum of squares of a change is called own[p] for the
-  gradient of a parameter p of the layer, and out[e] for the gradient that leaves through an edge e.
-- The layer runs its backward once more, with random signs on the incoming gradient. The sum of squares of a resulting
-  gradient, divided by that of the incoming gradient, is called gain[p] for a parameter p and gain[e] for an edge e.
-  These numbers tell how noise in the incoming gradient propagates.
-- At every other node of the graph, gain[e] is measured on the gradient itself: the sum of squares of the gradient that
-  leaves through the edge, divided by that of the incoming gradient.
-
-There is one exception. If an edge of a layer leads to another layer, directly or through nodes that only change the shape or
-dtype, the gains of the lower layer are not
-used for the noise of the upper layer, because this noise can be far from random signs. For example, noise in a batch
-norm changes the gradient of the convolution below by a multiple of the convolution's result in each channel. Instead,
-the lower layer runs its backward with this very change as the incoming gradient.
-
-`measurements.py` computes from these numbers the variance that rounding each slot adds to the gradient.
+By Theorem 3 of ActNN (long version, section 3), the variances of all slots add up: those of the gradients of the slot's
+own layer, and of all layers below, that is, nearer to the model's input.
 """
 
 from __future__ import annotations
@@ -58,20 +36,14 @@ class RoundingEffect:
 
     Args:
         average: the average bits per element that the slot had.
-        is_fixed: whether the user fixed these bits.
-        kind: the kind of the slot's copies, "uniform" or "rotated".
         elements: the number of elements of all tensors that were saved for the slot.
         samples: the number of samples among which the bits were divided, or 0.
-        sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(kind, bits)`. This
-            is the variance that rounding to 1 bit would add if the distortion alone determined it. 0 if no gradient
-            reached the layer.
+        sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(kind, bits)`; 0 if
+            no gradient reached the layer.
         at_one: the variance that rounding to 1 bit adds to the gradient, as measured.
         weight: the relative variance (`measurements.py`) divided by the variance.
-        spread: SPREAD numbers that summarize the `sensitivities` that `VarianceProbe.record_saved` got, one for each
-            sample. The sensitivities are sorted and cut into SPREAD equal parts. Each entry is the mean of one part. If
-            there are fewer samples, the entries are the sorted sensitivities, followed by zeros. If several tensors
-            were saved for the slot, the results for these tensors are added. None if bits were not divided among
-            samples.
+        spread: the sorted `sensitivities` of the samples, cut into SPREAD equal parts: the mean of each part, then
+            zeros, summed over the slot's tensors. None if bits were not divided among samples.
         is_known: False if the backward pass reached the layer by a path that the probe did not watch, or if the layer
             cannot be probed.
     """
@@ -89,13 +61,17 @@ class RoundingEffect:
 
 
 class VarianceProbe:
-    """The probe of one forward pass and of the backward pass through this forward pass.
+    """The probe of one forward pass and of the backward pass through it, with the methods of `assignment.Probe`.
 
-    `assignment.Probe` lists the methods that layers call. No method raises. If a gradient is neither an ordinary dense
-    tensor nor a sparse COO tensor, the probe becomes void and has no results.
+    Three kinds of numbers are measured. A layer runs its backward again with noise, of the variance of rounding, in one
+    of its dequantized tensors: own[p] and out[e] are the sums of squares of the changes of the gradient of a parameter
+    p, and of that which leaves through an edge e. It runs once more with random signs on the incoming gradient: gain[p]
+    and gain[e] are the sums of squares of the gradients that leave, divided by that of the incoming gradient. At every
+    other node, gain[e] is measured on the gradient itself. If an edge leads to another layer, directly or through
+    RESHAPES, that layer instead runs with the very change as incoming gradient, which can be far from random signs.
 
-    Args:
-        seed: the seed of the noise.
+    No method raises. If a gradient is neither an ordinary dense tensor nor a sparse COO tensor, the probe becomes void
+    and has no results. `seed` is that of the noise.
     """
 
     def __init__(self, seed: int):
@@ -121,13 +97,9 @@ class VarianceProbe:
     # -- in the forward ----------------------------------------------------------------------------------
 
     def record_saved(self, slot, elements: int, sensitivities=None) -> None:
-        """Record that a layer saved a tensor.
+        """Record that a layer saved a tensor of `elements` elements.
 
-        Args:
-            slot: the tensor's slot.
-            elements: the number of elements.
-            sensitivities: (samples,) float32, the numbers that decide how bits are shared among samples; None if the
-                bits are not shared in this way.
+        `sensitivities`, (samples,) float32, are the numbers that decide how bits are shared among samples, or None.
         """
         if not self._is_open:
             return
@@ -142,15 +114,11 @@ class VarianceProbe:
             self._spreads.setdefault(slot.name, []).append(spread)
 
     def record_rounding(self, slot, record) -> dict[int, torch.Tensor] | None:
-        """Return the variance that rounding adds to the elements of a saved tensor.
-
-        Args:
-            slot: the slot of the tensor.
-            record: the tensor and its quantized copy, a `QuantizationRecord`.
+        """Return the variance that rounding adds to the elements of a saved tensor; None after `end` was called.
 
         Returns:
-            {bits: variance of an element, as a mean for each sample, (samples,) float32}, for 1 and 2 bits. The second follows
-            from the variance at the slot's own bits, and `noise` computes the latter from it. None after `end` was called.
+            {bits: variance of an element, as a mean for each sample, (samples,) float32}, for 1 and 2 bits. The second
+            follows from the variance at the slot's own bits.
         """
         if not self._is_open:
             return None
@@ -167,11 +135,7 @@ class VarianceProbe:
         return name in self.slots
 
     def watch(self, outputs) -> None:
-        """Follow the backward pass that starts at the result of the forward pass.
-
-        Args:
-            outputs: the result, tensors in nested containers.
-        """
+        """Follow the backward pass that starts at the result of the forward pass, tensors in nested containers."""
         self._is_watching = True
         tensors = tensors_in(outputs)
         if not self._can_measure(tensors):
@@ -214,9 +178,8 @@ class VarianceProbe:
     def reached(self, slots) -> None:
         """Record that a backward pass dequantized tensors of these slots in a layer without measuring the layer.
 
-        The effects of these slots become unknown (`RoundingEffect.is_known`). There is one exception: a model may call
-        `torch.autograd.grad` within its forward pass. The effects that such a call reaches become unknown only if the
-        training step's own backward pass, which runs later, does not measure them.
+        The effects of these slots become unknown. If `torch.autograd.grad` within the forward pass has reached them,
+        they do so only if the step's own backward pass does not measure them.
         """
         names = {slot.name for slot in slots} & self.slots.keys()
         if not self._is_open:
@@ -298,7 +261,6 @@ class VarianceProbe:
         return below, change
 
     def _ends(self) -> None:
-        """Note that a backward pass has ended."""
         self._runs, self._is_over = False, True
         self._let_go()
 
@@ -313,16 +275,10 @@ class VarianceProbe:
             node.handed = []
 
     def noise(self, rows: torch.Tensor, slot, level: int, errors) -> torch.Tensor:
-        """Return random noise to add to dequantized values: float32 of the shape of `rows`.
+        """Return random noise to add to dequantized values: float32 of the shape of `rows`, (samples, features).
 
-        The noise is the error of rounding the values again, so that it is large where rounding adds much, as in groups with
-        huge elements. In each sample it is multiplied by a number, so that it has the variance of rounding.
-
-        Args:
-            rows: the dequantized values, (samples, features).
-            slot: the slot of the values.
-            level: 1 for the noise of 1 bit; 2 for the noise of the slot's own bits, but at least 2.
-            errors: a function of (bits, generator) that returns the errors of rounding the values again, a vector.
+        It is the error of rounding the values again, large where rounding adds much, multiplied in each sample to have
+        the variance of rounding. `errors` is a function of (bits, generator) that returns these errors, a vector.
         """
         variance = slot.rounding[level].nan_to_num(0.0)
         if len(variance) != len(rows):
@@ -381,11 +337,9 @@ class VarianceProbe:
         return self._host_copy.is_there()
 
     def results(self) -> dict[tuple, RoundingEffect]:
-        """Return the measurements, {slot's name: RoundingEffect}, after waiting until they are on the host.
+        """Return {slot's name: RoundingEffect}, after waiting until the measurements are on the host.
 
-        A slot has sensitivity 0 if no backward pass reached its layer. The result is {} if the probe is void or if a
-        gradient was not finite. Gradients that are not finite occur in training with a scaled loss, and the loss scaler
-        then skips the step.
+        The result is {} if the probe is void or if a gradient was not finite, as in a step that a loss scaler skips.
         """
         return self._summed_up(self._host_copy.values())
 
@@ -419,10 +373,7 @@ class VarianceProbe:
 
 
 class _End:
-    """The callback that tells the probe that a backward pass has ended or raised.
-
-    autograd calls the callback when the backward pass ends. If the backward pass raises, autograd deletes the callback.
-    """
+    """The callback that autograd calls when a backward pass ends, or deletes if it raises."""
 
     _probe = None  # for __del__, if an interrupt prevents __init__ from running
 
@@ -439,10 +390,7 @@ class _End:
 
 
 def _means(values: torch.Tensor) -> torch.Tensor:
-    """Return the means of SPREAD parts of a vector, which have nearly equal lengths: (SPREAD,) float64.
-
-    If the vector has fewer than SPREAD entries, the result is the entries, followed by zeros.
-    """
+    """Return the means of SPREAD parts of a vector, of nearly equal lengths, and zeros if it is shorter: (SPREAD,) float64."""
     ends, lengths = _part_ends(len(values), values.device)
     sums = torch.nn.functional.pad(values.double().cumsum(0), (1, 0))
     parts = sums[ends].diff() / lengths
@@ -458,7 +406,7 @@ def _part_ends(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Te
 
 
 def _share_at(slot, level: int) -> float:
-    """Return `relative_distortion` of the bits that a level stands for: 1 bit at level 1, else the slot's, at least 2."""
+    """Return `relative_distortion` of the bits that a level stands for."""
     return relative_distortion(slot.kind, 1 if level == 1 else max(slot.average, 2))
 
 

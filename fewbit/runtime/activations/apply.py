@@ -1,8 +1,4 @@
-"""Apply a function f with a few-bit derivative, in eager mode, in torch.compile and in torch.func's transforms.
-
-The forward pass computes f exactly. The backward pass uses a step function in place of the derivative f'. A table has the
-breaks and levels of the step function. The code that is saved for an element is the index of its level.
-"""
+"""Apply a function f with a few-bit derivative, in eager mode, in torch.compile and in torch.func's transforms."""
 
 from __future__ import annotations
 
@@ -40,9 +36,9 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
         function: the name of f in `fewbit.functions`.
         parameters: the parameters of f, in the order of `fewbit.functions`.
         bits: bits per code of the default table, 1 to 8, or None to run torch's own function.
-        table: the table, or None for the default one. In a converted model, the quantizer of the copy of x that is saved
-            in place of codes, if f is no function of `recomputed.TWO_VALUED`. The functions of `recomputed.ANY_SCALE` have no
-            default table, and save a copy of x with `bits` bits.
+        table: the table, or None for the default one. In a converted model, the quantizer of the copy of x that is
+            saved in place of codes, if f is no function of `recomputed.TWO_VALUED`. The functions of
+            `recomputed.ANY_SCALE` save a copy of x with `bits` bits by default.
         inplace: whether to write f(x) to x.
 
     Raises:
@@ -153,15 +149,10 @@ def torchs_own(x: torch.Tensor, function: str, parameters: tuple, inplace: bool 
 
 
 def apply_callable(x: torch.Tensor, function, encoding: str):
-    """Return function(x), which can be differentiated once, with a table in place of the callable's derivative.
-
-    Args:
-        x: a floating tensor of any shape and strides.
-        function: a callable on tensors.
-        encoding: the table as text, see `Encoding.parse`.
+    """Return function(x), which can be differentiated once, with the table of an encoding's text in place of the derivative.
 
     Raises:
-        FunctionError: a parameter of the callable needs a gradient. It would get none, because only x gets a gradient.
+        FunctionError: a parameter of the callable needs a gradient. It would get none.
     """
     if not needs_grad(x) or not _is_strided(x):
         return function(x)
@@ -188,8 +179,7 @@ def _forward(function, parameters):
 def needs_grad(x) -> bool:
     """Return whether x may get a gradient, at any level of torch.func's transforms.
 
-    The answer is False under torch.jit.trace, which therefore traces torch's own function. A trace of fewbit's function
-    could not be saved.
+    Under torch.jit.trace, which could not save fewbit's function, the answer is False.
 
     Raises:
         InputError: x is not a tensor.
@@ -242,14 +232,7 @@ def _made_contiguous(x, function: str):
 
 
 def check_inplace(x, function: str, plain: bool) -> None:
-    """Raise InputError if f(x) may not be written to x. Call this before anything is written.
-
-    Args:
-        x: the input.
-        function: the name of f, for the message.
-        plain: whether x is an ordinary dense tensor in eager mode, as `fewbit.runtime.interop.tensor_kinds.is_plain`
-            says.
-    """
+    """Raise InputError if f(x) may not be written to x; `plain` is `is_plain(x)`. Call this before anything is written."""
     view = plain and x._is_view()
     is_of_leaf = x._base.is_leaf if view else x.is_leaf
     if is_of_leaf:

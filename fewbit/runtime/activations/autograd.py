@@ -1,8 +1,8 @@
 """The autograd Functions of few-bit activations, around the implementations in `fewbit.runtime.ops`.
 
-`Activation` runs named functions in eager mode. It calls fused kernels without torch's dispatcher, because the dispatch
-of an op written in Python takes twice as long as torch's own activation of a small tensor. `Traceable` runs any function
-that a compiler traces, and `Transformable` runs callables, and any function within the transforms of `torch.func`.
+`Activation` calls fused kernels in eager mode, without torch's dispatcher, which takes longer than torch's own
+activation of a small tensor. `Traceable` serves compilers, and `Transformable` callables and the transforms of
+`torch.func`.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ apply_activation = super(Function, Activation).apply
 def _in_context(context, x, function, parameters, encoding, seed, inplace):
     """Return f(x) and the packed codes of x, and record f(x) in the forward pass that runs.
 
-    If there is a copy of x, later layers compute f(x) again from it. Otherwise, if a layer saved the result of this activation
-    in an earlier forward pass, the layer's quantized copy of f(x) is made too, in the same pass over x. If f(x) overwrites x,
-    the version of f(x) counts this change in advance, because torch increases x's version only when the Function returns.
+    If there is a copy of x, later layers compute f(x) again from it. Otherwise, if a layer saved this result in an
+    earlier forward pass, its copy is made in the same pass over x. If f(x) overwrites x, the version of f(x) counts
+    this change in advance, because torch increases x's version only when the Function returns.
     """
     arguments = x, function, parameters, encoding, seed, inplace
     saving = context.saving(x)
@@ -124,8 +124,8 @@ class Traceable(Function):
 class Transformable(Traceable):
     """Computes what `Traceable` does, and refuses second and forward-mode derivatives.
 
-    The third result is an empty tensor that depends on x at every level of torch.func's transforms. The gradient of x is
-    connected to this tensor, so that differentiating the gradient raises GradientError.
+    The third result is an empty tensor that depends on x at every level of transforms. The gradient of x is connected
+    to it, so that differentiating the gradient raises GradientError.
     """
 
     @staticmethod
@@ -138,10 +138,7 @@ class Transformable(Traceable):
 
 
 def _product(grad, packed, encoding, stride, anchors):
-    """Return the gradient of x: `grad` times the table's value for the code of each element.
-
-    In eager mode the result is connected to the anchors, so that differentiating the result raises GradientError.
-    """
+    """Return the gradient of x, in eager mode connected to the anchors, so that differentiating it raises GradientError."""
     if torch.compiler.is_compiling():
         return activation_ops.decode_mul_op(grad, packed, encoding, stride)
     return Product.apply(grad, packed, encoding, stride, *anchors)

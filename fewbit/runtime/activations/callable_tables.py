@@ -34,10 +34,8 @@ def callable_encoding_text(
         table: the user's table, or None for one that the solver makes.
         device: the device of the tensors.
         dtype: the dtype of the tensors.
-        is_plain: whether the callable's input is an ordinary dense tensor in eager mode, as
-            `fewbit.runtime.interop.tensor_kinds.is_plain` says. If so, `apply_callable` later checks that no parameter
-            of the callable needs a gradient. If not (while compiling, in transforms, with fake tensors), this function
-            calls the callable every time to make the check.
+        is_plain: whether the input is an ordinary dense tensor in eager mode, for which `apply_callable` checks that no
+            parameter needs a gradient. If not, this function calls the callable every time to make the check.
     """
     key = _identity(function), bits if table is None else table, device, dtype
     solved = _solved.get(key)
@@ -54,7 +52,6 @@ def callable_encoding_text(
 
 
 def _solve(function, bits, device, dtype) -> Table:
-    """Return the callable's table."""
     values = _probe(function, device, dtype)
     if not _are_equal(_probe(function, device, dtype), values):
         raise FunctionError(
@@ -81,10 +78,10 @@ def _check(function, table: Table, device, dtype) -> None:
 
 
 def _apart(device: torch.device, function, *args):
-    """Return function(*args), called without the caller's modes, transforms, hooks on saved tensors and autocast.
+    """Return function(*args), called in a new thread, without the caller's modes, transforms, hooks and autocast.
 
-    torch keeps all of these for each thread, so a new thread has none. On a GPU the function computes in the caller's stream.
-    Context variables are the caller's. Values of threading.local are not, and the thread holds no lock of the caller.
+    On a GPU it computes in the caller's stream. Context variables are the caller's, and the thread holds no lock of the
+    caller.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -105,11 +102,7 @@ def name_of(function) -> str:
 
 
 def check_result(function, result) -> None:
-    """Raise FunctionError unless the callable's result is a tensor that needs no gradient.
-
-    The callable was called with an input that needs no gradient. If the result needs a gradient, a parameter of the
-    callable needs a gradient, too.
-    """
+    """Raise FunctionError unless the callable's result is a tensor that needs no gradient, as its input needed none."""
     if not isinstance(result, torch.Tensor):
         raise FunctionError(
             f"{name_of(function)}: expected a callable that returns a tensor, got {type(result).__name__}"
@@ -140,8 +133,8 @@ _TOLERANCE = 0.02
 def _identity(function) -> tuple:
     """Return a key under which the callable's table is stored.
 
-    The key is not the callable's id alone, because Python makes a new object for a method whenever the method is looked
-    up, and for a lambda whenever its line runs.
+    It is not the callable's id alone, because Python makes a new object whenever a method is looked up or a lambda's
+    line runs.
     """
     if isinstance(function, types.MethodType):
         return id(function.__self__), id(function.__func__)

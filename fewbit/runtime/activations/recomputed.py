@@ -1,16 +1,9 @@
-"""Activations in converted models, whose results are computed again in the backward pass instead of saved.
+"""Activations in converted models, whose results are computed again in the backward pass instead of saved (docs/decisions/0021).
 
-A layer after an activation f would save a copy of f(x). It computes f(x^) instead, if a copy of f's input x exists, whose
-dequantized values are x^:
-
-- An activation with a smooth derivative saves a copy of x in place of codes of its derivative, or finds the copy of the
-  norm before it. Both f'(x^) and f(x^) are right at every scale of x. Their means over the random rounding differ from f'(x)
-  and f(x) by terms of the second order, f'''(x) Var[x^] / 2 and f''(x) Var[x^] / 2.
-- The derivatives of tanh and sigmoid follow from their results, so these save a copy of the result. It is precise where the
-  function is saturated, whereas the same errors in x would be large there.
-- An activation with a derivative of two values saves 1 bit for each element, which says exactly on which side of the break x
-  lies. If the norm before it has a copy of x, the layer after it computes f from x^ and this bit. f is linear on each side,
-  so the mean of the result is exact.
+If the input x has a copy, that of the activation itself or of the norm before it, the layer after the activation f
+computes f(x^) instead of saving f(x), with biases of the second order. tanh and sigmoid save a copy of the result,
+which is precise where the function is saturated. An activation with a derivative of two values saves 1 bit for each
+element, on each side of which f is linear, so f of a norm's copy and this bit is exact in the mean.
 """
 
 from __future__ import annotations
@@ -35,8 +28,7 @@ TWO_VALUED = frozenset(
 )
 """The functions whose derivative has at most two values, which 1 bit represents exactly."""
 ANY_SCALE = frozenset({"relu_squared", "tanhshrink"})
-"""The functions whose derivative is 0 at 0 and grows with |x|: 2 x for positive x, and about x^2 near 0. No table represents it at
-all scales of x, but a copy of x does."""
+"""The functions whose derivative is 0 at 0 and grows with |x|, so that a copy of x, but no table, represents it at all scales."""
 _aten = torch.ops.aten
 _DERIVATIVES = {
     "silu": _aten.silu_backward,
@@ -53,8 +45,8 @@ _FROM_RESULT = {"tanh": _aten.tanh_backward, "sigmoid": _aten.sigmoid_backward}
 def keeps_copy(x: Tensor, function: str) -> bool:
     """Return whether an activation saves a copy of its input x in place of codes.
 
-    Codes take fewer bytes for parameters, such as a temperature, and for a few elements, which have a mean and a scale of their own.
-    The answer is the same in the second run of a checkpointed region, whose inputs are leaves.
+    Codes take fewer bytes for parameters, such as a temperature, and for a few elements. The answer is the same in the
+    second run of a checkpointed region, whose inputs are leaves.
     """
     is_parameter = isinstance(x, torch.nn.Parameter)
     return function not in TWO_VALUED and not is_parameter and x.numel() >= LEAST_FEATURES
@@ -110,13 +102,7 @@ def _result(function, parameters, x):
 
 
 def copies_of_input(x: Tensor, function: str, encoding: Encoding) -> list:
-    """Return the copies of an activation's input from which its result can be computed again (`computed.copies_of`).
-
-    Args:
-        x: the input.
-        function: the name of the activation.
-        encoding: the encoding of its codes.
-    """
+    """Return the copies of an activation's input from which its result can be computed again (`computed.copies_of`)."""
     fits = function in _SIDES and encoding.bits == 1 and not encoding.unbiased
     return computed.copies_of(x) if fits and x.dtype != torch.float64 else []
 

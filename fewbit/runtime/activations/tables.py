@@ -26,12 +26,7 @@ def encoding_of(
 ) -> Encoding:
     """Return the encoding of the table of a named function, for bits and a table that `check_choice` accepts.
 
-    Args:
-        function: a name in `fewbit.functions`.
-        parameters: the function's parameters, floats in the order of `fewbit.functions`.
-        bits: bits per code, 1 to 8, for the default table.
-        table: the user's table, or None for the default one.
-        dtype: the dtype of the activation's input.
+    `dtype` is that of the activation's input.
 
     Raises:
         FunctionError, SolveError, TableError: there is no such table. The message has one line.

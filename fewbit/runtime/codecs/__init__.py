@@ -3,9 +3,8 @@
     payload = codec("quant").compress(tensor, bound)
     values = codec("quant").decompress(payload)
 
-A *payload* is a compressed tensor. The bound limits the squared error of the values: on average or of each element, as
-the codec's docstring says. Each codec takes the place of a method in the paper AC-GC, section 5. This folder may import
-the other folders of `fewbit.runtime` except `activations`. A new codec is a new file here.
+Each codec takes the place of a method in the paper AC-GC, section 5. This folder may import the other folders of
+`fewbit.runtime` except `activations`.
 """
 
 from __future__ import annotations

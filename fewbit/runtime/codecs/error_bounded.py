@@ -1,7 +1,6 @@
-"""The codec `error-bounded`: prediction and entropy coding with a bound on every element's error.
+"""The codec `error-bounded`: prediction and entropy coding with a bound on every element's error (AutoCuSZ in AC-GC, section 5).
 
-The method is that of AutoCuSZ in AC-GC, section 5. The codec calls the library SZ3 (Liang et al., IEEE TBD 2023)
-through the package imagecodecs.
+It calls the library SZ3 (Liang et al., IEEE TBD 2023) through the package imagecodecs.
 """
 
 from __future__ import annotations
@@ -22,15 +21,9 @@ from fewbit.runtime.codecs.payload import (
 )
 
 SHARE = 1 - 2.0**-10
-"""The bound for an element's error that SZ3 gets, divided by the codec's own bound.
-
-It is below 1 because SZ3's errors can exceed SZ3's bound by a rounding in float32.
-"""
+"""The bound that SZ3 gets, divided by the codec's own, because SZ3's errors can exceed it by a rounding in float32."""
 LEAST = 2.0**-18
-"""The smallest useful bound on an element's error, divided by the tensor's largest magnitude.
-
-With a smaller bound, compression would not make the tensor smaller.
-"""
+"""The bound on an element's error, divided by the tensor's largest magnitude, below which the tensor would not become smaller."""
 MOST_DIMS = 4
 """The largest number of dimensions that SZ3 takes."""
 
@@ -38,12 +31,9 @@ MOST_DIMS = 4
 class ErrorBounded(Codec):
     """A codec that compresses with SZ3, a library for error-bounded compression.
 
-    The bound is on squared errors, so the error of each element is at most the square root of the bound. If each
-    channel has a bound of its own, that bound counts. The errors of all elements are checked after compressing. A
-    tensor that fails the check is saved exactly. SZ3 predicts each element and rounds the difference to nearest. Values
-    are therefore not exact in expectation, and a zero stays zero only if its prediction is zero. SZ3 runs on the host,
-    so tensors on GPUs are copied there and back. The codec needs `pip install 'fewbit[codecs]'`; without that package
-    it raises InputError. The seed is not used.
+    The error of each element is at most the square root of the bound; a tensor that fails this check is saved exactly.
+    SZ3 rounds to nearest, so values are not exact in expectation, and a zero stays zero only if its prediction is zero.
+    SZ3 runs on the host. The codec needs `pip install 'fewbit[codecs]'`. The seed is not used.
     """
 
     name = "error-bounded"
@@ -71,12 +61,8 @@ class ErrorBounded(Codec):
 class Predicted(NamedTuple):
     """The spec of a tensor that SZ3 compressed.
 
-    The payload's tensors are SZ3's output, 1-D uint8, and the steps, (1,) or (C,) float64. Before SZ3 compressed the
-    elements, they were divided by the step of the tensor or of their channel.
-
-    Attributes:
-        size: the size of the compressed tensor.
-        dtype: the dtype of the compressed tensor.
+    The payload's tensors are SZ3's output, 1-D uint8, and the steps of the tensor or of each channel, (1,) or (C,)
+    float64, by which elements were divided.
     """
 
     size: tuple[int, ...]
@@ -85,7 +71,7 @@ class Predicted(NamedTuple):
     count = 2
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the decompressed values as a contiguous tensor. tensors: the payload's tensors."""
+        """Return the decompressed values as a contiguous tensor."""
         data, steps = tensors
         as_numpy = torch.empty(0, dtype=_computed_in(self.dtype)).numpy().dtype
         array = _library().sz3_decode(data.cpu().numpy().tobytes(), _shape(self.size), as_numpy)

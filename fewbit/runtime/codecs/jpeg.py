@@ -1,9 +1,7 @@
 """The codec `jpeg`: a cosine transform of small blocks of images, whose coefficients are rounded.
 
-The codec has the purpose of AutoJPEG in the paper AC-GC, section 5, but uses another method. The paper finds by
-experiment how JPEG's quality levels relate to the error. The transform used here is orthonormal, so the squared error
-of the coefficients equals that of the values. The step to which coefficients are rounded therefore follows from the
-bound.
+It has the purpose of AutoJPEG in the paper AC-GC, section 5, but the step of the coefficients follows from the bound,
+because the transform is orthonormal.
 """
 
 from __future__ import annotations
@@ -28,27 +26,19 @@ from fewbit.runtime.codecs.payload import (
 EDGE = 8
 """The largest height and width of a block. A shorter dimension of an image is not divided."""
 FACTORS = tuple(2.0 ** (quarters / 4) for quarters in (8, 6, 4, 3, 2, 1))
-"""Factors for a longer step than the one that keeps the bound for any data.
-
-The largest factor is used with which the expected error of the given data stays within the bound.
-"""
+"""Factors for a longer step than the one that keeps the bound for any data, of which the largest that fits the data is used."""
 ROUNDINGS = 32
 """The number of times that the transform and the inverse transform round a value in float32."""
 MOST_STEPS = 2**15 - 1
-"""The largest magnitude of a coefficient, as a number of steps.
-
-A tensor with a larger one is saved exactly, because it would not become smaller.
-"""
+"""The largest magnitude of a coefficient, as a number of steps, up to which a tensor becomes smaller."""
 
 
 class Jpeg(Codec):
     """A codec that applies the cosine transform to blocks of 8 by 8 elements and rounds the coefficients at random.
 
-    A coefficient becomes a multiple of a step. Values are exact in expectation. The bound limits the expected squared
-    error, averaged over the tensor. If channels have bounds of their own, the average is over each channel. The codec
-    computes this error from the coefficients, to choose a step as long as possible. Tensors must have shape
-    (N, C, H, W); others raise InputError. Compressed sizes depend on the data, so the host waits for the device several
-    times.
+    Values are exact in expectation. The bound limits the expected squared error, averaged over the tensor or over each
+    channel with a bound of its own. Tensors must have shape (N, C, H, W); others raise InputError. The host waits for
+    the device several times.
     """
 
     name = "jpeg"
@@ -80,13 +70,8 @@ class Jpeg(Codec):
 class Transformed(NamedTuple):
     """The spec of a tensor that the codec `jpeg` compressed.
 
-    The payload's tensors are the steps, (1,) or (C,) float32, and the `widths` and `words` of the packed coefficients,
-    which `streams.write` explains.
-
-    Attributes:
-        size: the size of the compressed tensor, (N, C, H, W).
-        dtype: the dtype of the compressed tensor.
-        nonzeros: the counts of nonzero integers that `streams.write` returned.
+    The payload's tensors are the steps, (1,) or (C,) float32, and the `widths` and `words` of the packed coefficients
+    (`streams.write`), as `nonzeros`.
     """
 
     size: tuple[int, ...]
@@ -96,7 +81,7 @@ class Transformed(NamedTuple):
     count = 3
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the decompressed values as a contiguous tensor. tensors: the payload's tensors."""
+        """Return the decompressed values as a contiguous tensor."""
         steps, widths, words = tensors
         samples, channels, height, width = self.size
         h, w = min(EDGE, height), min(EDGE, width)
@@ -116,7 +101,7 @@ class Transformed(NamedTuple):
 
 
 def _coefficients(x) -> torch.Tensor:
-    """Return the coefficients of the cosine transform, (C, blocks, K) float32. K is the number of elements in a block.
+    """Return the coefficients of the cosine transform, (C, blocks, K) float32, for blocks of K elements.
 
     If blocks do not fit into an image, the last row and column of the image are repeated.
     """
@@ -130,20 +115,11 @@ def _coefficients(x) -> torch.Tensor:
 
 
 def _steps(coefficients, rest, elements: int) -> torch.Tensor:
-    """Return the longest steps, of those that are tried, whose expected squared error is at most `rest`.
+    """Return the longest steps, of those that are tried, whose expected squared error is at most `rest`; both (1,) or (C,) float64.
 
-    With the step s, a coefficient c is rounded at random to s floor(c / s) or to s more. The variance of the result is
-    s^2 p (1 - p) with p = c / s - floor(c / s), and so at most s^2 / 4. A value is a sum of coefficients with factors
-    whose squares add up to 1, so the variance of any value is at most s^2 / 4 too. The step 2 sqrt(rest) therefore
-    suffices for any data. This step times each of FACTORS is tried on the given data.
-
-    Args:
-        coefficients: the result of `_coefficients`.
-        rest: the bounds on the expected squared error, (1,) or (C,) float64 on the CPU.
-        elements: the number of the tensor's elements for each entry of rest.
-
-    Returns:
-        The steps, float64 on the CPU, of the shape of rest.
+    A coefficient c is rounded at random to s floor(c / s) or to s more, with the variance s^2 p (1 - p), p = c / s -
+    floor(c / s), at most s^2 / 4. The transform is orthonormal, so the step 2 sqrt(rest) suffices for any data, and
+    this step times each of FACTORS is tried.
     """
     least = 2 * rest.sqrt()
     steps, parts = least.clone(), coefficients.reshape(len(rest), -1)

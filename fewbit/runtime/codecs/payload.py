@@ -1,8 +1,4 @@
-"""The parts that all codecs use: payloads, the check of a codec's arguments, and tensors that are saved exactly.
-
-A *payload* is a compressed tensor. It consists of tensors and a *spec*: all other information that is needed to
-decompress the tensor.
-"""
+"""The parts that all codecs use: payloads, the check of a codec's arguments, and tensors that are saved exactly."""
 
 from __future__ import annotations
 
@@ -30,8 +26,8 @@ class Payload(NamedTuple):
 
     Args:
         tensors: the tensors for `save_for_backward`. They take all the memory of the payload.
-        spec: plain data. A spec has an attribute `count`, the number of tensors, and a method `dequantize(tensors)`.
-            The method returns values with the size and dtype of the compressed tensor, in new memory.
+        spec: plain data, with an attribute `count`, the number of tensors, and a method `dequantize(tensors)`, which
+            returns values with the size and dtype of the compressed tensor, in new memory.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -44,14 +40,10 @@ class Payload(NamedTuple):
 
     @property
     def codec(self) -> str:
-        """The name of the codec that made the payload, or EXACT if the tensor was saved exactly.
-
-        A codec may return a payload of another codec. For example, `quant+zvc` may return a payload of `quant`.
-        """
+        """The name of the codec that made the payload, such as `quant` within `quant+zvc`, or EXACT."""
         return codec_of(self.spec)
 
     def __repr__(self) -> str:
-        """Show the codec, the size and dtype of the tensor, and how small the payload is."""
         spec = self.spec
         size = self.tensors[0].shape if isinstance(spec, Exact) else spec.size
         dense, dtype = prod(size) * spec.dtype.itemsize, str(spec.dtype).removeprefix("torch.")
@@ -62,10 +54,7 @@ class Payload(NamedTuple):
 
 
 class Codec(ABC):
-    """The base class of codecs, which compress tensors within a bound on the error.
-
-    The docstring of each subclass says which error is bounded.
-    """
+    """The base class of codecs, which compress tensors within a bound on the error that each subclass names."""
 
     name: str
 
@@ -73,8 +62,7 @@ class Codec(ABC):
         """Compress a tensor within a bound, and return its payload.
 
         A tensor is saved exactly if a number in it is not finite, if it would not become smaller, or if it cannot be
-        compressed within the bound. If a tensor that is saved exactly is a part of a larger storage, it is copied, so
-        that the payload does not keep the whole storage alive.
+        compressed within the bound.
 
         Args:
             tensor: float32, float64, float16 or bfloat16, of any shape and strides, in eager mode.
@@ -91,13 +79,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _compress(self, x: torch.Tensor, limits: torch.Tensor, seed) -> Payload:
-        """Compress a tensor, as the codec does it.
-
-        Args:
-            x: the tensor, detached.
-            limits: the bounds, the result of `checked`.
-            seed: the seed that `compress` got, or None.
-        """
+        """Compress a detached tensor, with bounds from `checked`, as the codec does it."""
 
     def decompress(self, payload: Payload) -> torch.Tensor:
         """Decompress a payload of any codec. The result has the compressed tensor's size and dtype, and new memory.
@@ -118,7 +100,7 @@ class Exact(NamedTuple):
     count = 1
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return a copy of the tensor. tensors: the payload's tensors."""
+        """Return a copy of the tensor."""
         return tensors[0].clone()
 
 
@@ -145,12 +127,7 @@ def smaller(x: torch.Tensor, tensors, spec) -> Payload:
 
 
 def checked(tensor: torch.Tensor, bound, seed=None) -> torch.Tensor:
-    """Check the arguments of `Codec.compress`, and return the bound as a tensor.
-
-    If the bound is a tensor on a GPU, the host waits for this GPU.
-
-    Returns:
-        The bound, float64 on the CPU: (1,) if it is one number, or (C,) with a number for each channel.
+    """Check the arguments of `Codec.compress`, and return the bound, (1,) or (C,) float64 on the CPU.
 
     Raises:
         InputError: if an argument is not as `Codec.compress` describes.
@@ -202,36 +179,23 @@ def _check_seed(seed, tensor) -> None:
 
 
 def largest(x: torch.Tensor, channels: bool) -> torch.Tensor:
-    """Return the largest magnitude in a tensor, or in each channel of the tensor.
-
-    Args:
-        x: a tensor with one element or more, and with channels in dimension 1.
-        channels: whether to return one number for each channel.
-
-    Returns:
-        (1,) or (C,) float64 on the CPU.
-    """
+    """Return the largest magnitude in a tensor, or in each channel (dimension 1), (1,) or (C,) float64 on the CPU."""
     dims = [dim for dim in range(x.dim()) if not channels or dim != 1]
     return x.abs().amax(dims).reshape(-1).to("cpu", torch.float64)
 
 
 def left_over(limits, magnitude, dtype: torch.dtype, roundings: int = 3) -> torch.Tensor:
-    """Subtract the rounding errors of float32 and `dtype` from bounds. Return what is left for quantization.
+    """Subtract the rounding errors of float32 and `dtype` from bounds, float64. Return what is left for quantization.
 
-    The error of a value is the sum of three errors: of quantization, of computing in float32, and of rounding to
-    `dtype` in the end. The root mean square of a sum of errors is at most the sum of their root mean squares. Rounding
-    to `dtype` moves a value by at most half the distance between neighboring numbers at the largest magnitude. Rounding
-    also moves a value by no more than the value's error before: the exact value is itself a number of `dtype`, and the
-    value moves to the nearest such number.
+    The root mean square of a sum of errors is at most the sum of their root mean squares. Rounding to `dtype` moves a
+    value by at most half the distance between numbers at the largest magnitude, and by no more than the value's error
+    before, because the exact value is itself a number of `dtype`.
 
     Args:
         limits: the bounds on the squared error, the result of `checked`.
         magnitude: the largest magnitudes, the result of `largest`.
         dtype: the dtype of the compressed tensor.
         roundings: the number of times that a value is rounded in float32.
-
-    Returns:
-        float64 of the shape of `limits`; 0 if nothing is left, NaN if the magnitude is NaN.
     """
     root = limits.sqrt() - roundings * 2.0**-24 * magnitude
     unit = torch.finfo(dtype).eps / 2 * magnitude

@@ -30,10 +30,8 @@ FIRST_BITS = 4
 class Quant(Codec):
     """A codec that saves codes of 1 to 8 bits, with a minimum and a range for each group of 256 elements.
 
-    Values are exact in expectation (docs/concepts/quantizer.md). The bound limits the expected squared error, averaged over the
-    tensor. If channels have bounds of their own, the average is over each channel. Copies are uniform, so the bound holds
-    for any data: the variance of a rounding error is at most a quarter of the squared distance between the values of
-    neighboring codes. The host waits once for the ranges, to choose the fewest bits.
+    Values are exact in expectation. The bound limits the expected squared error, averaged over the tensor or over each
+    channel with a bound of its own, for any data, because copies are uniform. The host waits once for the ranges.
     """
 
     name = "quant"
@@ -47,8 +45,8 @@ class Piece(NamedTuple):
 
     Args:
         channels: the numbers of the channels, or None for all channels.
-        x: the elements of these channels, with channels in dimension 0. If `channels` is None, the whole tensor in its
-            own shape.
+        x: the elements of these channels, with channels in dimension 0; the whole tensor in its own shape if `channels`
+            is None.
         payload: the compressed x.
     """
 
@@ -60,12 +58,7 @@ class Piece(NamedTuple):
 class ByChannel(NamedTuple):
     """The spec of a tensor whose channels have different numbers of bits.
 
-    The payload's tensors are those of all pieces (`Piece`), one piece after the other.
-
-    Attributes:
-        parts: for each piece, the numbers of the channels and the spec of the piece's payload.
-        size: the size of the compressed tensor.
-        dtype: the dtype of the compressed tensor.
+    The payload's tensors are those of all pieces. `parts` has the numbers of the channels and the spec of each piece.
     """
 
     parts: tuple[tuple[tuple[int, ...], object], ...]
@@ -84,7 +77,7 @@ class ByChannel(NamedTuple):
         return sum(spec.count for _, spec in self.parts)
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the decompressed values as a contiguous tensor. tensors: the payload's tensors."""
+        """Return the decompressed values as a contiguous tensor."""
         values = torch.empty(self.size, dtype=self.dtype, device=tensors[0].device)
         rows, rest = values.transpose(0, 1), tuple(tensors)
         for channels, spec in self.parts:
@@ -97,14 +90,8 @@ class ByChannel(NamedTuple):
 def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> list[Piece]:
     """Quantize a tensor in pieces, each with the fewest bits that keep the bound.
 
-    If each channel has its own bound, the channels that get the same number of bits are one piece. Otherwise the whole
-    tensor is one piece. If channels have fewer than 64 elements, groups contain several channels. The whole tensor is
-    then one piece, and the smallest bound holds for all channels.
-
-    Args:
-        x: any tensor that `Codec.compress` takes.
-        limits: the bounds on the squared error, (1,) or (C,) float64 on the CPU.
-        seed: the seed that `Codec.compress` got, or None.
+    Channels with bounds of their own that get the same bits are one piece. If they have fewer than 64 elements, groups
+    contain several, so the whole tensor is one piece with the smallest bound.
     """
     if not x.numel():
         return [Piece(None, x, exact_payload(x))]
@@ -137,20 +124,13 @@ def joined(x: torch.Tensor, parts: list[Piece]) -> Payload:
 
 
 def widths_for(ranges, size, limits, dtype) -> list[int]:
-    """Return the fewest bits, 1 to 8, that keep the expected squared error of each sample within the sample's limit.
-
-    The expected squared error of an element is at most range^2 times the `largest_distortion` of uniform copies, with the
-    range of its group.
+    """Return the fewest bits, 1 to 8, that keep the expected squared error of each sample within its limit; 0 if 8 are not enough.
 
     Args:
         ranges: the minimum and range of each group, from `quantizer_ops.quantize`.
-        size: the size of the quantized tensor. If there is more than one limit, each sample (slice along dimension 0)
-            must have 64 elements or more, so that no group contains elements of several samples.
+        size: the size of the quantized tensor. With more than one limit, samples must have 64 elements or more.
         limits: the bounds on the squared error: (samples,) float64, or (1,) to get one number of bits for all samples.
         dtype: the dtype of the values.
-
-    Returns:
-        A list with the bits for each limit. An entry is 0 if 8 bits are not enough.
     """
     square, magnitude = _spread(ranges, size)
     if len(limits) == 1:
@@ -173,7 +153,7 @@ def _bits(square: float, limit: float) -> int:
 def _spread(ranges, size):
     """Return the mean of range^2 over each sample's elements, and each sample's largest magnitude: two float64 vectors.
 
-    If samples have fewer than 64 elements, the whole tensor counts as one sample.
+    Samples of fewer than 64 elements count as one.
     """
     samples, features = groups.samples_of(size)
     if features < groups.LEAST_FEATURES:

@@ -1,7 +1,6 @@
-"""Pack rows of small integers, each row with as few bits as its integers need.
+"""Pack rows of small integers, each row with as few bits as its integers need: its *width*.
 
-The *width* of a row is the number of bits of each of its integers. If it takes fewer bits, only the nonzero integers of
-a row are packed, together with a mask that says which integers are zero.
+If it takes fewer bits, only the nonzero integers of a row are packed, together with a mask.
 """
 
 from __future__ import annotations
@@ -12,24 +11,20 @@ from fewbit.runtime import backends
 from fewbit.runtime.format.encoding import packed_words
 
 SPARSE = 128
-"""The number that is added to the width of a row whose zeros are left out. A mask says where the zeros are."""
+"""The number that is added to the width of a row whose zeros are left out."""
 BYTE = 8
 """The number of bits in a byte, the largest width of packed codes."""
 
 
 def write(numbers: torch.Tensor):
-    """Pack integers. The host waits for the device.
-
-    Args:
-        numbers: (C, K, n) int32, C * K rows of n integers of magnitude below 2^15.
+    """Pack integers of magnitude below 2^15, (C, K, n) int32, C * K rows of n. The host waits for the device.
 
     Returns:
-        words: 1-D int32, the packed integers of all rows in ascending order of widths (docs/concepts/quantizer.md has the
-            format).
+        words: 1-D int32, the packed integers of all rows in ascending order of widths.
         widths: (C, K) uint8, the width of each row, plus SPARSE if zeros are left out. In that case a mask, one bit for
-            each integer, comes before the nonzero integers.
-        nonzeros: a tuple of counts of nonzero integers. It has one entry for each width with SPARSE that occurs in
-            `widths`, in ascending order: the count in all rows of this width.
+        each integer, comes before the nonzero integers.
+        nonzeros: for each width with SPARSE, in ascending order, the number of nonzero integers in all rows of this
+        width.
     """
     # 0, 1, -1, 2, -2 ... become 0, 1, 2, 3, 4 ...
     folded = 2 * numbers.abs() - (numbers > 0).to(torch.int32)
@@ -52,14 +47,7 @@ def write(numbers: torch.Tensor):
 
 
 def read(words, widths, n: int, nonzeros) -> torch.Tensor:
-    """Return the integers that `write` packed, (C, K, n) int32. The host waits for the device.
-
-    Args:
-        words: the packed integers that `write` returned.
-        widths: the widths that `write` returned.
-        n: the number of integers in a row.
-        nonzeros: the counts of nonzero integers that `write` returned.
-    """
+    """Return the integers that `write` packed, (C, K, n) int32. The host waits for the device."""
     flat, nonzeros = widths.reshape(-1), iter(nonzeros)
     rows = torch.zeros(len(flat), n, dtype=torch.int32, device=words.device)
     for width in flat.unique().tolist():
@@ -78,10 +66,7 @@ def read(words, widths, n: int, nonzeros) -> torch.Tensor:
 
 
 def _pack(values: torch.Tensor, width: int) -> torch.Tensor:
-    """Pack (n,) int32 values in [0, 2^width), with width up to 16.
-
-    If width is above 8, the lower 8 bits of all values come first, then the other bits of all values.
-    """
+    """Pack (n,) int32 values below 2^width; above 8 bits, the lower 8 bits of all values come first."""
     backend = backends.of(values)
     low = backend.pack((values & 255).to(torch.uint8), min(width, BYTE))
     if width <= BYTE:

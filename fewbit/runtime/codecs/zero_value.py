@@ -20,9 +20,8 @@ from fewbit.runtime.saved import offload
 class ZeroValue(Codec):
     """A codec that saves a mask, with one bit for each element, and codes only for elements that are not zero.
 
-    Values are those of `quant` with the same seed, except that zeros are exactly zero, so the bound holds as for
-    `quant`. If leaving out zeros would not make the payload smaller, the payload is that of `quant`. The size depends
-    on the data, so the host waits for the device twice.
+    Values are those of `quant` with the same seed, except that zeros are exactly zero. If that would not make the
+    payload smaller, it is that of `quant`. The host waits for the device twice.
     """
 
     name = "quant+zvc"
@@ -34,12 +33,8 @@ class ZeroValue(Codec):
 class Sparse(NamedTuple):
     """The spec of a tensor that is saved without its zeros.
 
-    The payload's tensors are the packed mask, in which a zero has bit 0 and any other element bit 1; the packed codes
-    of the elements with bit 1; and the ranges of the groups.
-
-    Args:
-        inner: the spec that `quant` gives the tensor.
-        nonzero: the number of saved codes.
+    The payload's tensors are the packed mask of elements that are not zero, their packed codes, `nonzero` in number,
+    and the ranges of the groups.
     """
 
     inner: QuantizedTensorSpec
@@ -58,7 +53,7 @@ class Sparse(NamedTuple):
         return self.inner.dtype
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return values with the size and strides of the compressed tensor. tensors: the payload's tensors."""
+        """Return values with the size and strides of the compressed tensor."""
         mask, packed, ranges = tensors
         backend, inner, n = backends.of(packed), self.inner, prod(self.inner.size)
         is_saved = backend.unpack(mask, 1, n).bool()

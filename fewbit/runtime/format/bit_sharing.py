@@ -12,21 +12,17 @@ from fewbit.runtime.format.distortion import BITS, relative_distortion
 
 
 def share_bits(squares: torch.Tensor, total: int, kind: str) -> torch.Tensor:
-    """Return the bits of each of N samples, `total` bits in all, with which rounding adds the least variance.
+    """Return the bits, (N,) uint8, of each of N samples, `total` in all, with which rounding adds the least variance.
 
-    This variance is the sum of square * distortion(kind, bits) over the samples, with `square` from `squares`. Each
-    further bit of a sample lowers the sum by less than the bit before. The minimum is therefore reached if every sample
-    first gets one bit, and then those `total` - N single bits are added that lower the sum most. No computation here
-    waits for a device.
+    The variance is the sum of square * distortion(kind, bits). Each further bit of a sample lowers it by less than the
+    bit before, so every sample first gets one bit, and then those single bits are added that lower it most. No
+    computation here waits for a device.
 
     Args:
         squares: (N,) float32, for each sample the number to which the variance of rounding is proportional
             (`quantizer_ops.squares`), possibly times the sample's squared gradient norm.
         total: the sum of all samples' bits, from N to 8 N.
-        kind: the kind of the copy, "uniform" or "rotated".
-
-    Returns:
-        (N,) uint8, from 1 to 8.
+        kind: the kind of the copy.
     """
     samples = len(squares)
     extra = total - MIN_BITS * samples

@@ -30,27 +30,14 @@ def seed_on(device: torch.device, seed: int | torch.Tensor) -> torch.Tensor:
 
 
 class ArgumentChecks:
-    """The checks of the tensors in a call of one function of a backend.
-
-    Args:
-        name: The name of the function, for messages.
-        like: The tensor whose device all other tensors must have.
-    """
+    """The checks of the tensors in a call of one function of a backend, whose device must be that of `like`."""
 
     def __init__(self, name: str, like: torch.Tensor):
         self.name = name
         self.device = like.device
 
     def check(self, name: str, tensor, count: int, dtype, is_least: bool = False) -> None:
-        """Raise ValueError unless a tensor is dense, on the device of `like`, and of the given dtype and element count.
-
-        Args:
-            name: The name of the argument, for the message.
-            tensor: The tensor. None is an error.
-            count: The number of elements that the tensor must have, or the least number if `is_least` is True.
-            dtype: The dtype that the tensor must have.
-            is_least: Whether the tensor may have more elements.
-        """
+        """Raise ValueError unless a tensor is dense, on the right device, and of the given dtype and count, or more if `is_least`."""
         if tensor is not None:
             check_dense(tensor)
             enough = tensor.numel() >= count if is_least else tensor.numel() == count
@@ -61,7 +48,7 @@ class ArgumentChecks:
         raise ValueError(f"{self.name}: {name}: expected {expected}, got {_described(tensor)}")
 
     def check_numbers(self, name: str, tensor) -> None:
-        """Raise ValueError unless a tensor is dense, on the device of `like`, and of a dtype in FLOATING."""
+        """Raise ValueError unless a tensor is dense, on the right device, and of a dtype in FLOATING."""
         if tensor.dtype not in FLOATING:
             raise ValueError(
                 f"{self.name}: {name}: expected float32, float64, float16 or bfloat16, got {_described(tensor)}"
@@ -69,12 +56,7 @@ class ArgumentChecks:
         self.check(name, tensor, tensor.numel(), tensor.dtype)
 
     def check_seed(self, seed, is_drawn: bool = True) -> None:
-        """Raise ValueError if a seed is missing or of the wrong size or dtype, or if a seed is given but not needed.
-
-        Args:
-            seed: (1,) int64, or None.
-            is_drawn: Whether codes are drawn at random, so that a seed is needed.
-        """
+        """Raise ValueError unless a seed is (1,) int64, or None if no codes are drawn at random."""
         if is_drawn:
             self.check("seed", seed, 1, torch.int64)
         elif seed is not None:
@@ -90,15 +72,7 @@ class ArgumentChecks:
     def check_copy(self, packed, ranges, bits, group_size, shape, widths, kind=UNIFORM) -> None:
         """Raise ValueError unless packed codes and ranges have the sizes that a tensor of the given shape needs.
 
-        Args:
-            packed: The packed codes.
-            ranges: The two numbers of each group.
-            bits: The bits per element of all samples, unless `widths` is given.
-            group_size: The number of elements in a group.
-            shape: The shape of the quantized tensor.
-            widths: (N,) uint8, the bits per element of each sample, or None. With widths, `packed` and `ranges` may be
-                larger than needed.
-            kind: The kind of the copy, one of `fewbit.config.KINDS`.
+        With `widths`, (N,) uint8 or None, they may be larger, and `bits` has no meaning.
         """
         samples, features = groups.samples_of(shape)
         if ranges.dim() != 2 or ranges.shape[1] != 2:
@@ -117,10 +91,7 @@ class ArgumentChecks:
         self.check("ranges", ranges, 2 * rows, torch.bfloat16, is_mixed)
 
     def check_mask(self, mask, n: int, affine, kind: str) -> None:
-        """Raise ValueError unless `mask` has 1 bit for each of n elements, and may be given.
-
-        A mask must not be given for a uniform copy, nor together with an affine map.
-        """
+        """Raise ValueError unless `mask` has 1 bit for each of n elements, the copy is not uniform, and there is no affine map."""
         if affine is not None:
             raise ValueError(f"{self.name}: scale, shift: expected none with a mask, got one")
         if kind == UNIFORM:
@@ -143,10 +114,7 @@ class ArgumentChecks:
             )
 
     def check_widths(self, widths, samples: int, features: int, group_size: int) -> tuple[int, int]:
-        """Return the number of int32 words that the samples' codes need, and the number of groups.
-
-        Each sample has the bits per element that `widths` says. Raises ValueError unless these are 1 to 8.
-        """
+        """Return the number of int32 words that samples of these widths need, and the number of groups."""
         self.check("widths", widths, samples, torch.uint8)
         widths = widths.tolist()
         for bits in widths:

@@ -1,8 +1,7 @@
 """The channels of a tensor, which have a mean and a scale of their own in a rotated copy (docs/concepts/quantizer.md).
 
-A tensor's channels are the places along its feature dimensions, such as the entries of the vector that a linear layer gets for each
-token. Element number e of the tensor, in storage order, has channel e mod (number of channels). A *row* is a run of
-elements with one element of each channel.
+Channels are the places along the feature dimensions: element number e, in storage order, has channel e mod (number of
+channels). A *row* is a run of elements with one element of each channel.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from fewbit.runtime.format.layout import contiguous_stride, is_dense
 
 LEAST_ROWS = 256
-"""A copy has means and scales of channels if each channel has so many elements. With fewer, they would take too many bytes."""
+"""A copy has means and scales of channels if each channel has so many elements."""
 MOST_ROWS = 256
 """The number of rows from which the means and scales are estimated, if there are so many."""
 BLOCK = 256
@@ -27,12 +26,12 @@ class Normalization(NamedTuple):
     """The change of a tensor's elements before they are quantized: first (x - mean) * rstd, then the channels.
 
     Attributes:
-        mean: a 1-D contiguous float32 vector, or None to subtract nothing. Element number e of the tensor, in storage order,
-            has entry (e div inner) mod (number of entries).
+        mean: a 1-D contiguous float32 vector, or None. Element number e, in storage order, has entry (e div inner) mod
+            (number of entries).
         rstd: a vector like `mean`, or None if the elements are not normalized.
         inner: the number of consecutive elements with the same entry.
-        channels: (count, 2) bfloat16, the mean m and the scale s of each channel, or None. An element v becomes (v - m) / s,
-            computed as a product with 1 / s in float32.
+        channels: (count, 2) bfloat16, the mean m and the scale s of each channel, or None. An element v becomes (v - m)
+            / s, computed as a product with 1 / s in float32.
     """
 
     mean: torch.Tensor | None = None
@@ -51,9 +50,7 @@ def usual_features(dims: int) -> tuple[int, ...]:
 def channels_of(x: torch.Tensor, features: tuple[int, ...]) -> int:
     """Return the number of channels whose means and scales a rotated copy of x has, or 0 if it has none.
 
-    Args:
-        x: the tensor.
-        features: the dimensions of x along which channels differ, from 0. They have to be the innermost ones in storage.
+    `features` are the dimensions along which channels differ, from 0, which have to be the innermost ones in storage.
     """
     return count_of(x.shape, x.stride() if is_dense(x) else contiguous_stride(x.shape), features)
 

@@ -1,8 +1,6 @@
 """Encodings: the constants of a table with which every backend computes, made once for each table.
 
-Nothing here needs torch. A table replaces the derivative f' of an activation by a step function q. The *breaks* are the
-points at which q changes, the *pieces* are the intervals between breaks, and the *levels* are the values of q. The
-*code* that is saved for an input x is the Gray code of the number of the level q(x).
+Nothing here needs torch. The *code* that is saved for an input x is the Gray code of the number of the level q(x).
 """
 
 from __future__ import annotations
@@ -21,10 +19,7 @@ from fewbit.table import Knots, Table, round_breaks
 
 
 def packed_words(n: int, bits: int) -> int:
-    """Return the number of int32 words for n codes of that many bits.
-
-    Blocks of 32 codes are packed as bit-planes: each word holds one bit of each of the 32 codes.
-    """
+    """Return the number of int32 words for n codes of that many bits, in blocks of 32 codes."""
     return bits * ((n + BLOCK - 1) // BLOCK)
 
 
@@ -36,15 +31,13 @@ def gray(index):
 class Draw(NamedTuple):
     """The constants from which codes of an unbiased table are drawn at random (docs/reference/table_schema.md), all float32.
 
-    An unbiased table replaces f' by a piecewise linear function. An input x gets one of the two levels around the
-    function's value at x, at random, so that the mean is this value.
+    An input x gets one of the two levels around the value of a piecewise linear function at x, so that the mean is this
+    value.
 
     Args:
-        points: (n,), the corners of the piecewise linear function, for comparisons: x lies right of corner j if
-            x > points[j]. A corner that belongs to the interval on its right is therefore replaced by the next lower
-            number.
-        origins: (n,), the corners themselves. From corner j to corner j + 1, the function's value is
-            values[j] + (x - origins[j]) * slopes[j].
+        points: (n,), the corners of the function for comparisons: x lies right of corner j if x > points[j], so a
+            corner that belongs to the interval on its right is replaced by the next lower number.
+        origins: (n,), the corners themselves. From corner j on, the value is values[j] + (x - origins[j]) * slopes[j].
         values: (n,), the values of the function at the corners.
         slopes: (n-1,), the slopes of the function between the corners.
         levels: (K,), the levels, ascending.
@@ -63,19 +56,17 @@ class Draw(NamedTuple):
 class Encoding:
     """A table in the form with which backends compute.
 
-    The code of x starts as `initial`, the code of the first piece. For every break j that x is beyond, that is,
-    `not (x <= breaks[j])`, the code is XORed with `flips[j]`. NaN is therefore beyond every break. The value q(x) is
-    ``lut[code]``.
+    The code of x starts as `initial`. For every break j with `not (x <= breaks[j])`, it is XORed with `flips[j]`; NaN
+    is beyond every break. The value q(x) is ``lut[code]``.
 
     Args:
         bits: the bits of a code.
         levels: (K,) float64, the K values of q.
         breaks: (M-1,) float64, ascending, the breaks between the M pieces.
         codes: (M,) int64, the number of the level of each piece, from 0 to K-1.
-        closed: for each break, "right" if the piece on its left contains it, as in (a, b], or "left" if the piece on
-            its right does, as in [b, c).
-        knots: for an unbiased table, the corners of the piecewise linear function that is the mean of the randomly
-            drawn levels; else None.
+        closed: for each break, "right" if the piece on its left contains it, or "left" if the piece on its right does.
+        knots: for an unbiased table, the corners of the piecewise linear function that is the mean of the drawn levels;
+            else None.
     """
 
     bits: int
@@ -124,11 +115,7 @@ class Encoding:
 
     @cached_property
     def breaks64(self) -> np.ndarray:
-        """The breaks for float64 inputs, (M-1,) float64, all finite.
-
-        An input x is beyond a break if x > break. A break that belongs to the piece on its right is therefore replaced
-        by the next lower number.
-        """
+        """The breaks for float64 inputs, (M-1,) float64, all finite, adjusted so that x is beyond a break if x > break."""
         return _strict(self.breaks, self.closed)
 
     @cached_property
@@ -139,10 +126,7 @@ class Encoding:
 
     @cached_property
     def breaks32(self) -> np.ndarray:
-        """The breaks for inputs of 16 and 32 bits, (M-1,) float32, all finite.
-
-        As in `breaks64`, an input x is beyond a break if x > break.
-        """
+        """The breaks for inputs of 16 and 32 bits, (M-1,) float32, all finite, adjusted as `breaks64`."""
         return _strict(round_breaks(self.breaks, self.closed), self.closed)
 
     @cached_property
@@ -174,14 +158,9 @@ class Encoding:
 
 
 def _strict(limits: np.ndarray, closed) -> np.ndarray:
-    """Return breaks adjusted so that x is beyond a break if x > break, whichever piece contains the break.
+    """Return breaks adjusted so that x is beyond a break if x > break: the next lower number if it is closed "left".
 
-    A break that is closed "left" belongs to the piece on its right, and is replaced by the next lower number. A break
-    that would become -inf is replaced by the lowest finite number, which no activation reaches.
-
-    Args:
-        limits: (m,) float32 or float64, the breaks.
-        closed: for each break, "right" or "left", see `Encoding`.
+    A break that would become -inf is replaced by the lowest finite number, which no activation reaches.
     """
     left = np.array([side == "left" for side in closed], bool)
     with np.errstate(over="ignore"):
@@ -229,6 +208,6 @@ def _parse(text: str) -> Encoding:
 
 @constant
 def mask_text(factor: float) -> str:
-    """Return the text of an encoding (see `Encoding.parse`) that packs a 0/1 mask and decodes it as 0 and `factor`."""
+    """Return the text of an encoding that packs a 0/1 mask and decodes it as 0 and `factor`."""
     document = {"bits": 1, "levels": [0.0, factor], "breaks": [0.5], "codes": [0, 1]}
     return json.dumps(document, separators=(",", ":"))

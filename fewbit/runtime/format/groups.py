@@ -1,8 +1,7 @@
-"""The groups that a tensor is cut into, and the bytes of the tensor's quantized copy (docs/concepts/quantizer.md).
+"""The groups that a tensor is cut into, and the bytes of its quantized copy (docs/concepts/quantizer.md). Nothing here needs torch.
 
-A *group* is a run of elements that are quantized together. A *sample* is a slice along dimension 0. Samples of 64
-features or more are cut into groups one by one. Shorter samples are concatenated, and groups run across them. Nothing
-here needs torch.
+Samples of 64 features or more are cut into groups one by one. Shorter samples are concatenated, and groups run across
+them.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ def group_count(samples: int, features: int, group_size: int) -> int:
 
 
 def most_groups(samples: int, features: int, group_size: int) -> int:
-    """Return the largest possible number of groups if different samples may have different bits per element.
-
-    A group that runs across short samples ends where the number of bits changes.
-    """
+    """Return the largest possible number of groups if samples may have different bits, at whose changes groups end."""
     if features >= LEAST_FEATURES:
         return group_count(samples, features, group_size)
     return group_count(samples, features, group_size) + min(8, samples) - (samples > 0)
@@ -52,7 +48,7 @@ def most_groups(samples: int, features: int, group_size: int) -> int:
 def mixed_words(widths: Iterable[int], features: int) -> int:
     """Return the number of int32 words that samples take if sample n has widths[n] bits per element.
 
-    The codes of all samples that have the same number of bits are packed together, and padded once to whole words.
+    The codes of all samples with the same bits are packed together, and padded once to a whole block of 32.
     """
     counts = [0] * 9
     for width in widths:
@@ -61,11 +57,9 @@ def mixed_words(widths: Iterable[int], features: int) -> int:
 
 
 def words_of_total(total: int, features: int) -> int:
-    """Return a number of int32 words that suffices for samples whose bits per element add up to `total`.
+    """Return a number of int32 words that suffices for samples whose bits per element add up to `total`, however divided.
 
-    The number suffices however the bits are divided among the samples. The codes of all samples that have the same
-    number of bits are packed together, and padded once to a whole block of 32 codes. A block of b-bit codes has b
-    words, so padding adds at most 1 + 2 + ... + 8 = 36 words.
+    Padding adds at most 1 + 2 + ... + 8 = 36 words, because a block of b-bit codes has b words.
     """
     return -(-total * features // BLOCK) + sum(range(1, 9))
 
@@ -76,11 +70,7 @@ def quantized_bytes(
     group_size: int = GROUP_SIZE,
     kind: str = ROTATED,
 ) -> int:
-    """Return the bytes of the quantized copy of a tensor.
-
-    The codes of n elements take 4 * bits * ceil(n / 32) bytes. Each group takes 4 bytes. The seed takes as much as two
-    groups; uniform copies have none.
-    """
+    """Return the bytes of the quantized copy of a tensor: codes, 4 for each group, and 8 for the seed unless it is uniform."""
     samples, features = samples_of(shape)
     groups = group_count(samples, features, group_size) + seed_rows(kind)
     return 4 * packed_words(samples * features, bits) + 4 * groups

@@ -1,7 +1,7 @@
 """Storage order: the order of a tensor's elements in memory, in which they are numbered, packed and rounded at random.
 
 A tensor is *dense* if its elements fill a contiguous part of its storage, as those of contiguous and channels-last
-tensors and of their transposes do. Only dense tensors have a storage order.
+tensors and of their transposes. Only dense tensors have a storage order.
 """
 
 from __future__ import annotations
@@ -46,15 +46,12 @@ def _are_dense(shape, stride) -> bool:
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """Return x if it is dense, else its contiguous copy. The storage order of the copy is x's logical order."""
+    """Return x if it is dense, else its contiguous copy, whose storage order is x's logical order."""
     return x if is_dense(x) else x.contiguous()
 
 
 def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of `dense(x)`.
-
-    If x is contiguous, the result is `contiguous_stride`, whatever strides x has in dimensions of size 0 and 1.
-    """
+    """Return the strides of `dense(x)`: `contiguous_stride` if x is contiguous, whatever strides dimensions of size 0 and 1 have."""
     whole = contiguous_stride(x.shape)
     return whole if x.is_contiguous() or not is_dense(x) else _stride(x)
 
@@ -62,7 +59,7 @@ def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
 def is_regular(x: torch.Tensor) -> bool:
     """Return whether every pointwise function of torch returns a result with x's strides.
 
-    If x has dimensions of size 0 or 1, or gaps between its elements, the strides of the result depend on the function.
+    They depend on the function if x has dimensions of size 0 or 1, or gaps between its elements.
     """
     shape, stride = x.shape, x.stride()
     if stride == contiguous_stride(shape):
@@ -79,8 +76,8 @@ def is_regular(x: torch.Tensor) -> bool:
 def result_stride(x: torch.Tensor) -> tuple[int, ...] | None:
     """Return the strides that torch's pointwise functions give their result for x; None if x is empty or not dense.
 
-    torch replaces the strides of dimensions of size 1 if x is contiguous or channels-last, and keeps them otherwise.
-    torch's clamps (`torch_functions.OTHER_STRIDES`) do not follow this rule.
+    torch replaces the strides of dimensions of size 1 if x is contiguous or channels-last.
+    `torch_functions.OTHER_STRIDES` do not follow this rule.
     """
     if x.is_contiguous():
         stride = contiguous_stride(x.shape)
@@ -109,10 +106,7 @@ def is_by_sample(x: torch.Tensor) -> bool:
 
 
 def is_part(x: torch.Tensor) -> bool:
-    """Return whether x keeps a storage alive that has more bytes than the elements of x.
-
-    The repeated elements of an expanded dimension are all counted as elements of x.
-    """
+    """Return whether x keeps a storage alive with more bytes than the elements of x, of which repeated ones all count."""
     return x.untyped_storage().nbytes() > x.numel() * x.element_size()
 
 
@@ -143,10 +137,7 @@ def _lies_inside(stride, shape, a: int, b: int) -> bool:
 
 
 def place_in_storage(shape, stride) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """Return (what `storage_permutation` returns, strides) for a tensor of this shape and these strides.
-
-    The returned strides are those of the tensor if it is dense, else those of its contiguous copy.
-    """
+    """Return (`storage_permutation`, strides of the tensor or of its contiguous copy) for a shape and strides."""
     if not are_dense(shape, stride):
         return None, contiguous_stride(shape)
     is_by_sample = not shape or shape[0] <= 1 or stride[0] * shape[0] == math.prod(shape)
@@ -162,8 +153,8 @@ def by_sample_stride(x: torch.Tensor) -> tuple[int, ...]:
 def _stride(x: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a dense x. While a compiler traces, compute them as products of the sizes of x.
 
-    If the traced program contained `x.stride()` with symbolic sizes, the compiler would look up the strides only when
-    it compiles the graph. By then it may have removed the operations that gave x the strides at tracing time.
+    A compiler would look up `x.stride()` with symbolic sizes when it compiles the graph, and may have removed the
+    operations that made these strides.
     """
     if not torch.compiler.is_compiling():
         return x.stride()
@@ -177,10 +168,7 @@ def _stride(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def unviewed(y: torch.Tensor) -> torch.Tensor:
-    """Return y, or a tensor with the memory and strides of y that is no view.
-
-    torch forbids writing in place to a view that an autograd Function returns.
-    """
+    """Return y, or its memory and strides as no view, because torch forbids writing to a view that a Function returns."""
     return y if torch.compiler.is_dynamo_compiling() else y.data
 
 
@@ -190,20 +178,12 @@ def storage_order(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_vectors(vectors, inner: int, n: int) -> int:
-    """Check vectors whose entries each belong to many elements of a tensor.
+    """Return the number of entries of vectors, 1-D contiguous float32 of one length or None, that belong to n elements.
 
-    Element number e of the tensor, in storage order, has entry (e div inner) mod (number of entries).
-
-    Args:
-        vectors: 1-D contiguous float32 tensors of one length, or None; at least one is a tensor.
-        inner: the number of consecutive elements with the same entry.
-        n: the number of elements, a multiple of entries * inner.
-
-    Returns:
-        The number of entries.
+    Element number e, in storage order, has entry (e div inner) mod (number of entries).
 
     Raises:
-        ValueError: for other arguments.
+        ValueError: for other arguments, or if entries * inner does not divide n.
     """
     entries = None
     for vector in vectors:
@@ -248,28 +228,18 @@ def has_stride(x: torch.Tensor, stride) -> bool:
 
 
 def bring_to(x: torch.Tensor, stride) -> torch.Tensor:
-    """Return x if it has the given strides, else a copy that has them.
-
-    The strides must be those of a dense tensor of the shape of x.
-    """
+    """Return x if it has the given strides, which are those of a dense tensor, else a copy that has them."""
     if has_stride(x, stride):
         return x
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def with_stride(x: torch.Tensor, stride, by_sample: bool = False) -> torch.Tensor:
-    """Return x with exactly the given strides: x itself, a view of it, or a copy.
-
-    An op that packs or unpacks in storage order gets the strides as an argument. In a compiled graph, the strides of
-    the op's input may differ from those at tracing time (docs/concepts/runtime.md, "Strides").
-
-    Args:
-        x: A tensor of any strides.
-        stride: The strides of a dense tensor of x's shape.
-        by_sample: Whether dimension 0 must be outermost in storage.
+    """Return x with exactly the given strides: x itself, a view of it, or a copy (docs/concepts/runtime.md, "Strides").
 
     Raises:
-        ValueError: If no dense tensor of x's shape has those strides.
+        ValueError: If no dense tensor of x's shape has those strides, or if `by_sample` and dimension 0 is not
+            outermost.
     """
     shape, stride = tuple(x.shape), tuple(stride)
     check_stride(shape, stride, by_sample)
@@ -279,13 +249,7 @@ def with_stride(x: torch.Tensor, stride, by_sample: bool = False) -> torch.Tenso
 
 
 def check_stride(shape, stride, by_sample: bool = False) -> None:
-    """Raise ValueError unless a dense tensor of the given shape can have the given strides.
-
-    Args:
-        shape: The shape of the tensor.
-        stride: The strides.
-        by_sample: Whether dimension 0 must be outermost in storage.
-    """
+    """Raise ValueError unless a dense tensor of the shape, if `by_sample` with samples outermost, can have the strides."""
     n = math.prod(shape)
     fits = len(stride) == len(shape) and are_dense(shape, stride)
     if fits and by_sample and n and shape and shape[0] > 1:

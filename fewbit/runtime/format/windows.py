@@ -1,12 +1,7 @@
-"""The indices of max-pooling, saved as positions within windows.
+"""The indices of max-pooling, saved as positions within windows, which follow from the place in the result.
 
-For each element of its result, torch's max-pooling returns an int64: the flat index of the maximum in the input plane.
-The place of the element in the result determines the window, so a layer saves only the position within the window, a
-number below the window's size.
-
-For a window that is all -inf, some of torch's kernels for channels-last tensors return an index outside the window,
-which has no position. `Windows.positions` and `Windows.indices` therefore clamp, and the index of such a window becomes
-some index in the plane.
+For a window that is all -inf, some of torch's kernels for channels-last tensors return an index outside the window, so
+positions and indices are clamped.
 """
 
 from __future__ import annotations
@@ -25,8 +20,7 @@ class Windows(NamedTuple):
         out: the size of the result: the number of windows.
         extent: the number of elements of the longest window.
         dilation: the distance between neighboring elements of a window.
-        stride, padding: the stride and padding of fixed windows; None for adaptive windows, whose places follow from
-            `size` and `out`.
+        stride, padding: those of fixed windows; None for adaptive windows.
     """
 
     size: tuple[int, ...]
@@ -43,10 +37,7 @@ class Windows(NamedTuple):
 
     @classmethod
     def adaptive(cls, size, out) -> Windows:
-        """Return the windows of an AdaptiveMaxPool layer.
-
-        Along a dimension, window o goes from floor(o * size / out) up to ceil((o + 1) * size / out).
-        """
+        """Return the windows of an AdaptiveMaxPool layer: window o goes from floor(o * size / out) to ceil((o + 1) * size / out)."""
         extent = tuple(map(_longest, size, out))
         return cls(size, out, extent, (1,) * len(size), None, None)
 
@@ -56,14 +47,7 @@ class Windows(NamedTuple):
         return prod(self.extent)
 
     def positions(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return the position of each maximum within its window, counted row by row.
-
-        Args:
-            indices: the indices that torch's max-pooling returned, (..., *out) int64.
-
-        Returns:
-            int32 or int64 of the same shape, from 0 to `count` - 1.
-        """
+        """Return the position of each of torch's indices, (..., *out) int64, within its window, counted row by row."""
         if prod(self.size) < 1 << 31:
             indices = indices.to(torch.int32)
         position, scale, rest = 0, 1, indices
@@ -80,16 +64,7 @@ class Windows(NamedTuple):
         return position.clamp(0, self.count - 1)
 
     def indices(self, positions: torch.Tensor, size, stride) -> torch.Tensor:
-        """Return the indices that torch's max-pooling would return.
-
-        Args:
-            positions: (n,) integers, in storage order of the result.
-            size: the size of the result.
-            stride: the strides of the result.
-
-        Returns:
-            int64 of that size and stride.
-        """
+        """Return torch's indices, int64 of this size and stride, for (n,) positions in storage order of the result."""
         table, first = self._tables(positions)
         found = table.index_select(0, positions.to(torch.int32))
         return found.as_strided(size, stride).add_(first).clamp_(0, prod(self.size) - 1)
@@ -110,11 +85,7 @@ class Windows(NamedTuple):
         return starts.to(like.dtype).view(-1, *[1] * after)
 
     def _tables(self, like) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two int64 tensors that map positions to indices.
-
-        The first, (count,), has the number that each position adds to the index of the window's start. The second,
-        (*out), has the index of each window's start.
-        """
+        """Return what each position adds to the index of the window's start, (count,) int64, and these indices, (*out)."""
         table = first = torch.zeros((), dtype=torch.int64, device=like.device)
         for dim in range(len(self.size)):
             after = len(self.size) - 1 - dim

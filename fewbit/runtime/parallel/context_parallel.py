@@ -1,7 +1,7 @@
 """Context parallelism, in which processes have parts of the sequence, and attention needs the keys of all of them.
 
-torch's `context_parallel` replaces `torch.nn.functional.scaled_dot_product_attention` by a function that exchanges keys and
-values between the processes. fewbit's own attention would see the keys of one process alone, so it must not run.
+torch's `context_parallel` replaces attention by a function that exchanges keys and values, so fewbit's own must not
+run.
 """
 
 from __future__ import annotations

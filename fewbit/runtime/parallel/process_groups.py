@@ -33,12 +33,8 @@ def is_distributed_run() -> bool:
 def process_groups(module) -> ProcessGroups:
     """Return the groups of processes that run the module's forward pass, if `is_distributed_run()`.
 
-    With DistributedDataParallel, `data` is the process group of the wrapper whose forward pass runs. With `fully_shard`,
-    `data` are the groups of the mesh over which the parameters are distributed. The groups of `tensor` are those of all
-    other meshes over which parameters are DTensors.
-
-    Args:
-        module: the module whose forward pass runs.
+    `data` is the process group of DistributedDataParallel, or the groups of the mesh of `fully_shard`; `tensor` those
+    of all other meshes over which parameters are DTensors.
     """
     from torch.nn.parallel import DistributedDataParallel
 

@@ -1,10 +1,7 @@
 """Layers of tensor parallelism: run a layer on the local shards of its DTensors.
 
-A DTensor is one tensor of which each process of a mesh has a part, its *local tensor*. For each dimension of the mesh, a
-*placement* says which part: all of the tensor (`Replicate`), a slice of it (`Shard`), or a summand of it (`Partial`). For
-many layers, the local result is a part of the whole result without any communication. Such layers run on local tensors,
-and save and quantize these as in a single process. The rules in this file say which placements allow this. For all other
-placements a layer runs torch's own function, which saves what it saves without fewbit.
+For many layers and placements, the local result is a part of the whole result without any communication. For other
+placements, a layer runs torch's own function.
 """
 
 from __future__ import annotations
@@ -23,9 +20,9 @@ class _RunningShard(threading.local):
     """The layer that runs in a thread.
 
     Attributes:
-        place: which shard the layer works on; () for a plain tensor and a tensor that is replicated. Processes must round a
-            replicated tensor alike, and should round their shards of one tensor independently. There is a pair for each
-            dimension of the mesh along which the tensor is sharded: (number of the dimension, coordinate of this process).
+        place: which shard the layer works on, so that processes round shards independently and replicated tensors
+            alike: (number of the dimension, coordinate of this process) for each dimension of the mesh along which the
+            tensor is sharded.
     """
 
     place: tuple = ()
@@ -43,18 +40,12 @@ def is_distributed(x) -> bool:
 
 
 def runs_on_shards(x) -> bool:
-    """Return whether x is a DTensor, and a layer with the input x may be computed from its local tensor.
-
-    Compiled code runs torch's own functions for DTensors.
-    """
+    """Return whether x is a DTensor, and a layer with the input x may be computed from its local tensor, as in eager mode."""
     return is_distributed(x) and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def has_arrived(x: torch.Tensor) -> torch.Tensor:
-    """Return x. If x is the result of a collective that still runs, wait, and return x as an ordinary tensor.
-
-    Until then x is an AsyncCollectiveTensor, whose memory kernels must not read.
-    """
+    """Return x, as an ordinary tensor: if x is the result of a collective that still runs, wait for it."""
     if type(x) in PLAIN_CLASSES or torch.compiler.is_compiling():
         return x
     module = sys.modules.get("torch.distributed._functional_collectives")
@@ -64,14 +55,9 @@ def has_arrived(x: torch.Tensor) -> torch.Tensor:
 
 
 def elementwise(function, *tensors):
-    """Return function(*tensors), an elementwise function of DTensors, computed from their local tensors.
+    """Return function(*tensors), computed from local tensors as a DTensor.
 
-    Args:
-        function: a function of local tensors, whose result has the shape of each of them.
-        *tensors: DTensors.
-
-    Returns:
-        A DTensor; None if the tensors differ in shape or placements, or are sums over processes.
+    The result is None if the DTensors differ in shape or placements, or are sums over processes.
     """
     first = tensors[0]
     if any(placement.is_partial() for placement in first.placements):
@@ -86,14 +72,8 @@ def elementwise(function, *tensors):
 def linear(function, x, weight, bias):
     """Return x times the transposed weight plus the bias, computed from local tensors.
 
-    Args:
-        function: torch's linear function, or one with the same arguments. It gets local tensors.
-        x: (*, in_features).
-        weight: (out_features, in_features).
-        bias: (out_features,), or None.
-
-    Returns:
-        A DTensor; None if the arguments are not all DTensors, or their placements need communication.
+    The result is None if the arguments are not all DTensors, or their placements need communication. `function` has the
+    arguments of torch's linear function.
     """
     if not _are_on_one_mesh(x, weight, *([] if bias is None else [bias])):
         return None
@@ -129,17 +109,7 @@ def linear(function, x, weight, bias):
 
 
 def norm(function, x, dims: int, *vectors):
-    """Return function(x, *vectors), a norm over the last dimensions of x, computed from local tensors.
-
-    Args:
-        function: a function of local tensors.
-        x: the norm's input.
-        dims: the number of dimensions over which the norm computes mean and variance.
-        *vectors: weight and bias, of the shape of the last `dims` dimensions; each may be None.
-
-    Returns:
-        A DTensor; None if the arguments are not all DTensors, or their placements need communication.
-    """
+    """Return function(x, *vectors), a norm over the last `dims` dimensions of x, computed from local tensors; or None."""
     given = [vector for vector in vectors if vector is not None]
     if not _are_on_one_mesh(x, *given):
         return None
@@ -159,14 +129,7 @@ def norm(function, x, dims: int, *vectors):
 def attention(function, query, key, value):
     """Return function(query, key, value), attention without mask and dropout, computed from local tensors.
 
-    Args:
-        function: a function of local tensors.
-        query: (N, Hq, L, E).
-        key: (N, H, S, E).
-        value: (N, H, S, Ev).
-
-    Returns:
-        A DTensor; None if the three are not all DTensors that are replicated, or sharded alike by sample or by head.
+    The result is None if the three are not all DTensors that are replicated, or sharded alike by sample or by head.
     """
     tensors = query, key, value
     if not _are_on_one_mesh(*tensors) or not _are_alike(tensors) or query.dim() != 4:
@@ -211,12 +174,7 @@ class _LocalTensor(Function):
 
 
 def _local(x, placements):
-    """Return the local tensor of x.
-
-    Args:
-        x: a DTensor.
-        placements: the placements of the gradient of x that the gradients of the local tensors are.
-    """
+    """Return the local tensor of x; `placements` are those of the gradient of x that the local gradients are."""
     return _LocalTensor.apply(x, tuple(placements))
 
 
@@ -245,7 +203,7 @@ def _stride(shape, local_stride) -> tuple[int, ...]:
 
 @contextmanager
 def _on_shard(x):
-    """Return a context manager in whose block `running.place` describes the local tensor of x."""
+    """Let `running.place` describe the local tensor of x in the block."""
     coordinates = x.device_mesh.get_coordinate()
     places = enumerate(zip(x.placements, coordinates, strict=True))
     before = running.place

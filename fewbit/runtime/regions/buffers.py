@@ -1,4 +1,4 @@
-"""Find the buffers of modules that a region replaces by other tensors: the second run leaves these attributes as they were."""
+"""Find the buffers of modules that a region replaces: the second run leaves these attributes as they were."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Buffers:
 
     @contextmanager
     def watched(self):
-        """Return a context manager for the first run, which remembers the buffers that the region replaces."""
+        """Remember the buffers that the first run, the block, replaces."""
         outer = _watchers.active
         _watchers.active = *outer, self
         try:
@@ -28,7 +28,7 @@ class Buffers:
 
     @contextmanager
     def earlier(self):
-        """Return a context manager for the second run, in whose block the buffers are those from before the first run."""
+        """Run the block, the second run, with the buffers from before the first run."""
         changed = Buffers()
         try:
             with changed.watched():

@@ -124,7 +124,6 @@ def written(function, args, kwargs) -> list[torch.Tensor]:
 
 
 def _argument(args, kwargs, position: int, name: str):
-    """Return the argument of a call that stands at a position or has a name; None if it is not given."""
     return args[position] if len(args) > position else kwargs.get(name)
 
 
@@ -140,7 +139,7 @@ def tensors_in(values) -> list[torch.Tensor]:
 
 
 def assigned(function, args) -> torch.Tensor | None:
-    """Return the tensor to whose elements `x[i] = y` assigns, unless its elements share memory; None for other functions."""
+    """Return the tensor, without shared elements, to which `x[i] = y` assigns; None for other functions."""
     if name_of(function) != "__setitem__":
         return None
     x = args[0]

@@ -1,11 +1,9 @@
 """The function modes of the two runs of a checkpointed region.
 
-A region *decides* if it computes integers, booleans or Python numbers from floating tensors: the experts of a router, a
-mask, the entry of a code book, the condition of an `if`. From rounded inputs it could decide otherwise, and would compute
-the gradient of another function. The first run therefore records its decisions, and the second run takes the recorded ones.
-
-A region changes *state* if it writes to a tensor that existed before it, such as the running statistics of a batch norm.
-The second run writes to a copy instead, which begins with the values that the tensor had in the first run.
+A region *decides* if it computes integers, booleans or Python numbers from floating tensors, such as the experts of a
+router or the condition of an `if`; from rounded inputs it could decide otherwise, so the second run takes the recorded
+decisions. A region changes *state* if it writes to a tensor that existed before it, such as running statistics; the
+second run writes to a copy with the earlier values.
 """
 
 from __future__ import annotations
@@ -48,9 +46,8 @@ class Decision(NamedTuple):
     """What a function returned in the first run.
 
     Args:
-        name: the name of the function.
-        value: a Python value; or, if the function returned tensors that it drew, the state of torch's generator afterwards;
-            or None.
+        value: a Python value; or, if the function drew the tensors that it returned, the state of torch's generator
+            afterwards; or None.
         count: the number of tensors that were recorded.
     """
 
@@ -108,10 +105,9 @@ class FirstRun(_RegionMode):
         preserves: whether the second run draws the random numbers of the first run.
 
     Attributes:
-        decides: as the argument.
-        decisions: the decisions, a list of `Decision`.
         count: the number of tensors of all decisions.
-        state: {number of a storage that has changed: the storage}. The references keep the numbers from being used again.
+        state: {number of a storage that has changed: the storage}. The references keep the numbers from being used
+            again.
     """
 
     def __init__(self, decides: bool, preserves: bool):
@@ -154,13 +150,7 @@ class FirstRun(_RegionMode):
         return result
 
     def decided(self, function, values, count):
-        """Record the tensors that a function returned, and return them.
-
-        Args:
-            function: the function.
-            values: the tensors.
-            count: a number that all integers are below, or None.
-        """
+        """Record the tensors that a function returned, whose integers are below `count` if it is known, and return them."""
         with _recording():
             self._tensors += [_packed(value, count) for value in values]
         self.count += len(values)
@@ -170,7 +160,6 @@ class FirstRun(_RegionMode):
         return values
 
     def _add(self, function, value, count: int) -> None:
-        """Add a decision."""
         hook, context = _innermost.region
         # Within other hooks on saved tensors, which the region may use, `checkpoint_hook` is None.
         if (checkpoint_hook() or hook, reentrant_region()) != (hook, context):
@@ -322,7 +311,7 @@ class Rerun(_RegionMode):
             return tuple(x.detach().clone() if any(x is y for y in changed) else x for x in args)
 
     def run_layer(self, function, args, kwargs):
-        """Call the forward of a layer of fewbit, args[0], outside of this mode. The layer gets copies of its state."""
+        """Call the forward of a layer of fewbit, args[0], outside of this mode, with copies of its state."""
         layer = args[0] if args else None
         if self._memory and isinstance(layer, nn.Module) and layer._buffers:
             own = object.__new__(type(layer))
@@ -333,7 +322,7 @@ class Rerun(_RegionMode):
 
 
 class _Innermost(threading.local):
-    """The innermost region of fewbit that this thread runs, by what torch calls hook and context; see `checkpoint_hook`."""
+    """The hook and context (`checkpoint_hook`) of the innermost region of fewbit that this thread runs."""
 
     region = None
 
@@ -343,7 +332,7 @@ _innermost = _Innermost()
 
 @contextmanager
 def entered(mode: _RegionMode):
-    """Return a context manager in whose block a mode of this file is on torch's stack of function modes."""
+    """Run the block with a mode of this file on torch's stack of function modes."""
     depth, outer = torch._C._len_torch_function_stack(), _innermost.region
     _innermost.region = checkpoint_hook(), reentrant_region()
     torch._C._push_on_torch_function_stack(mode)
@@ -357,7 +346,7 @@ def entered(mode: _RegionMode):
 
 @contextmanager
 def _recording():
-    """Return a context manager in whose block tensors are made that autograd can save."""
+    """Let tensors be made in the block that autograd can save."""
     with (
         outside_dispatch_modes(),
         torch._C.DisableTorchFunction(),
@@ -390,7 +379,7 @@ def _decided_values(function, result, args, kwargs) -> tuple[Tensor, ...]:
 
 
 class _Recorded(NamedTuple):
-    """The spec of integers or booleans in a narrower form. `inner` is the spec of that form, and `dtype` the full dtype."""
+    """The spec of integers or booleans in a narrower form, with the spec of that form and the full dtype."""
 
     inner: integers.PackedIntegersSpec
     dtype: torch.dtype
@@ -431,7 +420,6 @@ def _value(spec, tensors) -> Tensor:
 
 
 def _diverged(function, first, second) -> GradientError:
-    """Return the error of a second run that decides at another place than the first run."""
     return GradientError(
         f"fewbit.checkpoint: expected the region to decide in both runs alike, got {first} in the first run and {second} "
         f"in the second, at torch's function {functions.name_of(function)}" + _WAY_OUT
@@ -439,7 +427,6 @@ def _diverged(function, first, second) -> GradientError:
 
 
 def _drawn(function) -> GradientError:
-    """Return the error of a first run that draws slopes."""
     return GradientError(
         f"fewbit.checkpoint: torch's function {functions.name_of(function)} draws a random number for each negative element of "
         "its input, so the second run would draw others from rounded inputs" + _WAY_OUT

@@ -209,7 +209,18 @@ def _is_within_fewbit() -> bool:
 
 
 def _before_block(block: nn.Module, args: tuple) -> None:
-    """Do nothing, as a hook: torch.compile traces `forward` of modules without hooks, and would pass over the compiled code."""
+    """Make torch.compile call a block, as a hook: of modules without hooks it traces `forward`, and passes over the compiled code.
+
+    A copy of the block is not compiled, and loses the hook when it is called.
+    """
+    if not torch.compiler.is_compiling() and block._compiled_call_impl is None:
+        _remove_hook(block)
+
+
+def _remove_hook(block: nn.Module) -> None:
+    for number, hook in [*block._forward_pre_hooks.items()]:
+        if hook is _before_block:
+            del block._forward_pre_hooks[number]
 
 
 def is_hook_of_blocks(hook: Callable) -> bool:
@@ -235,16 +246,15 @@ def compile_blocks(
     for block in blocks:
         own = partial(call, block), partial(compiled, block)
         block._compiled_call_impl = CompiledBlock(block, partitioner, *own)
+        _remove_hook(block)
         block.register_forward_pre_hook(_before_block)
 
 
 def undo(module: nn.Module) -> None:
     """Let calls of a module run uncompiled, if `compile_in_place` or `compile_blocks` compiled the module."""
+    _remove_hook(module)
     if hasattr(module._compiled_call_impl, "is_from_fewbit"):
         module._compiled_call_impl = None
-        for number, hook in [*module._forward_pre_hooks.items()]:
-            if hook is _before_block:
-                del module._forward_pre_hooks[number]
 
 
 def _code_of(

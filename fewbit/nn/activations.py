@@ -21,6 +21,7 @@ from fewbit import functional as F
 from fewbit.config import ACTIVATION_BITS
 from fewbit.errors import InputError
 from fewbit.nn.base import Guarded
+from fewbit.runtime.activations.callable_tables import check_table
 from fewbit.runtime.activations.tables import check_choice
 from fewbit.runtime.interop.module_calls import GUARD, PATH
 from fewbit.runtime.quantizers.quantizer import Quantizer
@@ -331,7 +332,8 @@ class Pointwise(_FewBit, nn.Module):
     Args:
         function: the callable, which takes a tensor and returns a tensor.
         bits: bits of the code that is saved for each element, 1 to 8.
-        table: a `fewbit.Table` for the callable; by default the solver makes one. The first call refuses another function's table.
+        table: a `fewbit.Table` for the callable; by default the solver makes one. The table of another function is refused, if
+            the table's function is known: here if the callable can be called now, else in the first call.
     """
 
     calls_others = True
@@ -339,9 +341,11 @@ class Pointwise(_FewBit, nn.Module):
     def __init__(self, function: Callable, **kwargs: Any):
         super().__init__(**kwargs)
         self.function = function
+        if self.table is not None:
+            check_table(function, self.table)
 
     def _check_table(self) -> None:
-        """Leave the check to the first call, which knows the device."""
+        """Leave the check to the constructor, which has the callable later."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.pointwise, input, self.function)

@@ -166,6 +166,7 @@ def test_undo():
     net = model(2)
     compiled(net, 2)
     assert len(compiled(net, 2)) == 1  # the hooks of the first call are no hooks of the model
+    assert len(net.blocks[0]._forward_pre_hooks) == 1
     undo_compile(net)
     assert all(module._compiled_call_impl is None for module in net.modules())
     assert not any(module._forward_pre_hooks for module in net.modules())
@@ -177,6 +178,8 @@ def test_a_copy_of_a_model_is_not_compiled():
     compiled(net, 2)
     other = copy.deepcopy(net)
     assert torch.equal(gradient(other, other, x), exact)
+    assert not any(module._forward_pre_hooks for module in other.modules())
+    assert all(len(block._forward_pre_hooks) == 1 for block in net.blocks)
 
 
 def test_blocks_of_several_classes():

@@ -78,6 +78,11 @@ def test_the_table_of_another_function_is_refused():
     x, gelu = leaf(normal((50,))), torch.nn.functional.gelu
     with pytest.raises(TableError, match="^table: expected a table of gelu, got one of silu$"):
         F.pointwise(x, gelu, table=load_table("silu", 3))
+    with pytest.raises(TableError, match="^table: expected a table of gelu, got one of silu$"):
+        fewbit.Pointwise(gelu, table=load_table("silu", 3))
+    # One cannot be called with one tensor, and the parameter of the other may be frozen later.
+    for function in (torch.add, Swish(1.0, True)):
+        fewbit.Pointwise(function, table=load_table("silu", 3))
     for function, dtype in (
         (gelu, torch.bfloat16),
         (lambda x: gelu(x, approximate="tanh") + 1, x.dtype),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from fewbit.catalog import store
 from fewbit.errors import FunctionError, TableError
@@ -58,6 +59,21 @@ def _solve(function, bits, device, dtype) -> Table:
             f"{name_of(function)}: expected a callable that gives finite values, the same at every call, got others"
         )
     return store.load_table(function, bits, **DEFAULT)
+
+
+def check_table(function, table: Table) -> None:
+    """Raise TableError if a table is known to be that of another function. Do nothing if the callable cannot be called yet.
+
+    The first call of the callable checks the table again, for the device and the dtype of its input.
+    """
+    first = next(iter(function.parameters()), None) if isinstance(function, nn.Module) else None
+    device, dtype = (_CPU, torch.float32) if first is None else (first.device, first.dtype)
+    try:
+        _apart(device, _check, function, table, device, dtype)
+    except TableError:
+        raise
+    except Exception:  # such as that of a callable whose tensors are on a GPU
+        return
 
 
 def _check(function, table: Table, device, dtype) -> None:
@@ -126,6 +142,7 @@ _solved: dict[tuple, _Solved] = {}
 _lock = threading.Lock()
 _MOST_SOLVED = 256
 _POINTS = 64
+_CPU = torch.device("cpu")
 _TOLERANCE = 0.02
 """The relative difference up to which two functions are the same, such as GELU and its approximation by tanh in bfloat16."""
 

@@ -1,9 +1,4 @@
-"""Results of functions that later layers compute again from copies of the function's input, instead of saving them.
-
-`copies_of` finds the copies that layers have made of a tensor in this forward pass, and `share` offers, for each of them, a
-function of its dequantized values in place of a copy of the result. `share_result` does so for one layer and its own copies.
-`share_linear` offers the result of a linear layer, and `again` finds it, also after cheap operations (`linear_results.py`).
-"""
+"""Results of functions that later layers compute again from copies of the function's input, instead of saving them."""
 
 from __future__ import annotations
 
@@ -27,14 +22,7 @@ from fewbit.runtime.saved.sharing import FIXED_POINT, place_of
 
 
 def copies_of(x: Tensor) -> list[tuple]:
-    """Return (settings, copy) of each copy of x that layers of the running model share; [] outside of a model.
-
-    Args:
-        x: a tensor for which `tensor_kinds.is_eager` is true.
-
-    Returns:
-        The copies as `SharedCopies.put` received them: `SavedTensors`, or functions that return a copy or None.
-    """
+    """Return (key, copy) of each copy of x that layers of the running model share, as `SharedCopies.put` received them."""
     context = current()
     if context is None or not context.shares_results:
         return []
@@ -51,13 +39,13 @@ def copies_of(x: Tensor) -> list[tuple]:
 
 
 def share(found: list[tuple], y: Tensor, changes: int, function: Callable, *others: Tensor) -> None:
-    """Let later layers that would save y compute it in their backward pass.
+    """Let later layers that would save y compute function(x, *others) in their backward pass.
 
     Args:
-        found: the result of `copies_of` for the input of y.
+        found: the result of `copies_of` for x.
         y: the result.
         changes: the number of in-place changes of y that its version does not count yet.
-        function: the function that computes y from the input and from `others`. It can be pickled.
+        function: a function that can be pickled.
         *others: tensors that are saved unchanged.
     """
     context = current()
@@ -68,22 +56,13 @@ def share(found: list[tuple], y: Tensor, changes: int, function: Callable, *othe
 def share_result(
     quantizer, y: Tensor, function: Callable, copies: tuple[SavedTensors, ...], changes: int = 0
 ) -> None:
-    """Let later layers that would save y compute it again, in their backward pass, from copies of a layer's inputs.
-
-    Args:
-        quantizer: the `Quantizer` of the layer.
-        y: the result of the layer.
-        function: the function that computes y from the inputs, which can be pickled.
-        copies: the copies of the inputs.
-        changes: the number of in-place changes of y that its version does not count yet.
-    """
+    """Let later layers that would save a layer's result y compute it from the layer's copies of its inputs, as in `share`."""
     if _can_share(quantizer, y, copies):
         make = partial(computed_from, function, copies, y.dtype)
         put(quantizer.context, quantizer.key, y, changes, make)
 
 
 def _can_share(quantizer, y: Tensor, copies: tuple[SavedTensors, ...]) -> bool:
-    """Return whether later layers may compute y again from these copies."""
     if quantizer.context is None or not quantizer.context.shares_results:
         return False
     is_usual = type(y) in PLAIN_CLASSES or is_abstract(y)
@@ -111,7 +90,7 @@ def share_linear(quantizer, node, y: Tensor, function: Callable, *copies: SavedT
 
 
 def again(quantizer, x: Tensor) -> SavedTensors | None:
-    """Return what computes x again in the backward pass, if x follows from results of linear layers by cheap operations."""
+    """Return what computes x again, if x follows from results of linear layers by cheap operations (`linear_results.py`)."""
     if not quantizer.recomputes_linear or quantizer.context is None:
         return None
     if not is_eager(x) or in_checkpoint():

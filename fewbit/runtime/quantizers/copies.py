@@ -1,8 +1,4 @@
-"""Save several quantized tensors, called copies, for the backward pass of one autograd Function.
-
-A *spec* is all information except the tensors that is needed to dequantize a saved tensor. `SavedTensors` are the
-tensors of one copy together with their spec.
-"""
+"""Save several copies for the backward pass of one autograd Function."""
 
 from __future__ import annotations
 
@@ -27,17 +23,17 @@ class UnquantizedSpec(NamedTuple):
         return 1
 
     def for_consumer(self, name: str) -> UnquantizedSpec:
-        """Return this spec for the layer `name`, which reads a tensor that another layer saved."""
+        """See `QuantizedTensorSpec.for_consumer`."""
         return self
 
     def dequantize(self, tensors, dtype=None) -> Tensor:
-        """Return the one saved tensor, converted to `dtype` unless `dtype` is None."""
+        """Return the saved tensor, in `dtype` if given."""
         (tensor,) = tensors
         return tensor if dtype is None else tensor.to(dtype)
 
 
 def unquantized(x: Tensor) -> SavedTensors:
-    """Return SavedTensors that contain x itself, so that `save` can treat x like a quantized copy."""
+    """Return SavedTensors that contain x itself."""
     return SavedTensors((x,), UnquantizedSpec())
 
 
@@ -51,13 +47,7 @@ def quantized(
 ) -> SavedTensors:
     """Return a quantized copy of a dense tensor in eager mode. No policy and no cache takes part.
 
-    Args:
-        x: an ordinary, meta or fake tensor, in the order of its memory (`spec.in_storage_order`).
-        seed: the seed from which the elements are rounded: an int, or (1,) int64 on x's device.
-        bits: the bits per element, 1 to 8.
-        group_size: the number of elements in a group.
-        kind: the kind of the copy, "uniform" or "rotated".
-        channels: the number of channels that have a mean and a scale of their own (`channels_of`).
+    x lies in the order of its memory (`spec.in_storage_order`). `channels` have a mean and a scale of their own.
     """
     stride = tuple(layout.by_sample_stride(x))
     if is_plain(x):
@@ -89,7 +79,8 @@ def keep(ctx, result: Tensor, /, **values: SavedTensors | Tensor | None) -> Tens
         **values: copies, and tensors that are saved unchanged; None for what no gradient needs.
 
     Returns:
-        The result. While a compiler traces, it is made to depend on the copies, so that the compiled forward pass computes them.
+        The result. While a compiler traces, it is made to depend on the copies, so that the compiled forward pass
+        computes them.
     """
     tensors, kept, is_observed, begin = (), {}, False, 0
     for name in values:
@@ -121,7 +112,7 @@ class Kept:
         self._kept, self._tensors = ctx.kept, ctx.saved_tensors
 
     def tensor(self, name: str, dtype=None) -> Tensor | None:
-        """Return a tensor that was saved unchanged, in `dtype` if that is given; None if None was saved."""
+        """Return a tensor that was saved unchanged, in `dtype` if given."""
         place = self._kept[name]
         if place is None:
             return None
@@ -129,7 +120,7 @@ class Kept:
         return tensor if dtype is None or tensor.dtype is dtype else tensor.to(dtype)
 
     def values(self, name: str, dtype=None) -> Tensor | None:
-        """Return the dequantized values of a copy, in the dtype of the tensor that was quantized unless `dtype` is given."""
+        """Return the dequantized values of a copy, in `dtype` if given."""
         place = self._kept[name]
         if place is None:
             return None

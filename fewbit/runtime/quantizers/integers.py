@@ -1,8 +1,4 @@
-"""Small integers saved for the backward pass, in bit-planes or in the narrowest dtype.
-
-A bit-plane is a tensor of int32 words that contains one bit of every integer. `pack` and `narrow` return SavedTensors,
-as `Quantizer.quantize` does: the tensors to save, and a spec that turns these tensors into integers again.
-"""
+"""Small integers saved for the backward pass, in bit-planes (int32 words with one bit of every integer) or a narrow dtype."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from fewbit.runtime.quantizers.spec import SavedTensors
 from fewbit.runtime.saved import offload
 
 MOST_BITS = 8
-"""The largest number of bits of integers that are packed. Integers of more bits are saved in an integer dtype."""
+"""The largest number of bits of integers that are packed."""
 
 
 def bits_of(count: int) -> int:
@@ -40,24 +36,18 @@ def dtype_of(count: int) -> torch.dtype:
 
 
 class PackedIntegersSpec(NamedTuple):
-    """The spec of integers that `pack` has saved.
-
-    Args:
-        bits: the number of bits of each integer.
-        size: the size of the dequantized tensor.
-        stride: the strides of the dequantized tensor.
-    """
+    """The spec of integers that `pack` has saved."""
 
     bits: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the integers in the spec's size and strides, in uint8 if `bits` <= 8, else in a wider dtype."""
+        """Return the integers, in uint8 if `bits` <= 8, else in a wider dtype."""
         return self.flat(tensors).as_strided(self.size, self.stride)
 
     def flat(self, tensors) -> torch.Tensor:
-        """Return the integers in the order of elements in memory, (n,), in the dtype that `dequantize` returns."""
+        """Return the same integers in the order of elements in memory, (n,)."""
         (values,) = tensors
         if self.bits > MOST_BITS:
             return values
@@ -68,21 +58,17 @@ class PackedIntegersSpec(NamedTuple):
 
 
 class NarrowIntegersSpec(NamedTuple):
-    """The spec of integers that `narrow` has saved. `dtype` is the dtype of the integers before `narrow`."""
+    """The spec of integers that `narrow` has saved. `dtype` is the dtype before."""
 
     dtype: torch.dtype
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the integers in the dtype that they had before they were saved."""
+        """Return the integers in their original dtype."""
         return tensors[0].to(self.dtype)
 
 
 def pack(values: torch.Tensor, count: int) -> SavedTensors:
-    """Pack a tensor of integers or bools in [0, count) into as few bits per element as `count` needs.
-
-    With up to 8 bits, n elements take ``4 * bits * ceil(n / 32)`` bytes. Integers of more bits are saved in the
-    narrowest integer dtype that holds them.
-    """
+    """Save integers or bools in [0, count): with b <= 8 bits each in ``4 * b * ceil(n / 32)`` bytes, else as `narrow`."""
     bits = bits_of(count)
     spec = PackedIntegersSpec(bits, tuple(values.shape), tuple(layout.dense_stride(values)))
     if is_plain(values):
@@ -94,10 +80,7 @@ def pack(values: torch.Tensor, count: int) -> SavedTensors:
 
 
 def narrow(values: torch.Tensor, count: int) -> SavedTensors:
-    """Convert integers in [0, count) to the narrowest dtype that holds them.
-
-    Integers are saved unchanged if their own dtype is no wider.
-    """
+    """Convert integers in [0, count) to the narrowest dtype that holds them, unless their own is no wider."""
     dtype = dtype_of(count)
     if dtype.itemsize >= values.dtype.itemsize:
         return SavedTensors((values,), NarrowIntegersSpec(values.dtype))

@@ -1,10 +1,8 @@
 """Tensors that are computed again from the inputs of linear layers, with the setting `recompute_linear`.
 
-A tensor that a layer would save is often the result of a linear layer, or follows from it by a few cheap operations. For example,
-queries are the projection of a norm's result, divided into heads and rotated by their positions. The linear layer has saved a
-copy of its input already. `traced` walks from the tensor back to the linear layers in autograd's graph, and returns what the
-backward pass needs to compute the tensor again: the copies of the layers' inputs, their parameters, and constants such as the
-sines and cosines of positions, which other nodes of the graph save anyway.
+`traced` walks from a tensor that a layer would save, through cheap operations, back to linear layers in autograd's
+graph.
+The copies of these layers' inputs, their parameters, and constants that nodes of the graph save anyway take its place.
 """
 
 from __future__ import annotations
@@ -28,10 +26,7 @@ _aten = torch.ops.aten
 def traced(x: Tensor, find: Callable) -> SavedTensors | None:
     """Return what computes x again; None if an operation between x and the linear layers is not known.
 
-    Args:
-        x: a tensor.
-        find: a function that returns SavedTensors of the result of an autograd node; None if the node is not that of a linear
-            layer.
+    `find` returns SavedTensors of the result of an autograd node; None if it is not that of a linear layer.
     """
     walk = _Walk(find)
     value = None if x.grad_fn is None else walk.visit(x.grad_fn)
@@ -98,7 +93,6 @@ class _Walk:
 
 
 def _run(steps, *sources):
-    """Return the result of the last step."""
     results = []
     for name, arguments, operands in steps:
         values = (sources[i] if i >= 0 else results[~i] for i in operands)
@@ -179,4 +173,4 @@ _READERS = {
     "UnsafeViewBackward0": _shape,
     "ViewBackward0": _shape,
 }
-"""{class of an autograd node: a function of the node that returns (name in `_OPERATIONS`, arguments, constants), or None}."""
+"""{class of a node: function of the node that returns (name in `_OPERATIONS`, arguments, constants), or None}."""

@@ -1,9 +1,7 @@
-"""The quantized copies of a norm's normalized input, and the norm's result dequantized from such a copy.
+"""The quantized copies of a norm's normalized input x~ = (x - mean) rstd, and the norm's result dequantized from such a copy.
 
-A norm layer normalizes its input x to x~ = (x - mean) rstd, where rstd is the reciprocal standard deviation, and
-returns y = x~ weight + bias. The norm saves x~ in a quantized form, a copy. A layer after the norm would save y, but
-can use the norm's copy of x~ instead, with weight and bias, which exist already. Dequantized values of x~ are exact in
-expectation, and y is linear in x~. Values of y that are computed from the copy are therefore exact in expectation too.
+A layer after the norm uses the copy of x~ for y = x~ weight + bias. As y is linear in x~, its values are exact in
+expectation too. In this file, `inner`, `mean` and `rstd` are as in `Quantizer.quantize_normalized`.
 """
 
 from __future__ import annotations
@@ -30,15 +28,12 @@ MOST_SHARED = 2**14
 
 
 class AffineResultSpec(NamedTuple):
-    """The spec of a norm's result y, which is computed from a copy of the norm's normalized input x~.
-
-    The saved tensors are those of the copy, followed by weight and bias. The bias may be None.
+    """The spec of a norm's result y, computed from the tensors of a copy of x~, followed by weight and bias.
 
     Args:
         normalized: the spec of the copy of x~.
         dtype: the dtype of y.
-        channels: the shape to which weight and bias are viewed so that they broadcast to y; None if they broadcast as
-            they are.
+        channels: the shape to which weight and bias are viewed so that they broadcast to y; None for their own.
     """
 
     normalized: QuantizedTensorSpec
@@ -47,17 +42,17 @@ class AffineResultSpec(NamedTuple):
 
     @property
     def count(self) -> int:
-        """The number of saved tensors, with weight and bias."""
+        """The number of saved tensors."""
         return self.normalized.count + 2
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return approximate values of y, in the size of x~ and in `dtype`, which is y's dtype unless given."""
+        """Return approximate values of y, in the size of x~."""
         *saved, weight, bias = tensors
         affine = self._placed(weight), self._placed(bias), self._inner()
         return self.normalized.dequantize(saved, dtype or self.dtype, affine)
 
     def for_consumer(self, name: str) -> AffineResultSpec:
-        """Return this spec for the layer `name`, which dequantizes a tensor that another layer saved."""
+        """See `QuantizedTensorSpec.for_consumer`."""
         return self._replace(normalized=self.normalized.for_consumer(name))
 
     def _inner(self) -> int | None:
@@ -74,17 +69,7 @@ class AffineResultSpec(NamedTuple):
 
 
 def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None) -> None:
-    """Let other layers of the model use the norm's copy of x~ if they would save the norm's result y.
-
-    Args:
-        quantizer: the quantizer of the norm.
-        y: the result of the norm.
-        saved: the SavedTensors of the norm's normalized input x~.
-        weight: the weight of the norm.
-        bias: the bias of the norm, or None.
-        channels: the shape to which weight and bias are viewed so that they broadcast to y; None if they broadcast as
-            they are.
-    """
+    """Let other layers use the norm's copy `saved` of x~ if they would save y. `channels`: as in `AffineResultSpec`."""
     context = quantizer.context
     # A compiler's copies have an anchor.
     if context is None or saved.trace_anchor is not None:
@@ -103,16 +88,7 @@ def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None)
 
 
 def _result_copy(saved: SavedTensors, weight, bias, dtype, channels, before) -> SavedTensors | None:
-    """Return the copy of a norm's result; None if the bias has changed. Most results of norms are not looked for.
-
-    Args:
-        saved: the copy of the normalized input.
-        weight: the norm's weight.
-        bias: the norm's bias, or None.
-        dtype: the dtype of the result.
-        channels: as in `share_result`.
-        before: `place_of(bias)` when the norm ran, if the copy needs a bias of its own; else None.
-    """
+    """Return the copy of a norm's result; None if the bias is no longer at the place `before`, if that is given."""
     if before is not None:
         if place_of(bias) != before:
             return None
@@ -122,22 +98,7 @@ def _result_copy(saved: SavedTensors, weight, bias, dtype, channels, before) -> 
 
 
 def save_copies(x, mean, rstd, inner, copies, quantizer, features=None):
-    """Quantize the normalized input of a norm once or twice.
-
-    Args:
-        x: the input of the norm, a floating tensor.
-        mean: the mean of x, which broadcasts to x, or None if the norm subtracts no mean.
-        rstd: the reciprocal standard deviation of x, which broadcasts to x.
-        inner: the number of elements, one after the other in memory, that have the same mean and rstd; None if that
-            number varies. See `Quantizer.quantize_normalized`.
-        copies: 1, or 2 for two independently rounded copies.
-        quantizer: the quantizer of the norm.
-        features: the dimensions along which the channels of the normalized input differ (`Quantizer.quantize`); None if it has
-            none.
-
-    Returns:
-        (SavedTensors of the first copy, those of the second copy or None).
-    """
+    """Quantize the normalized input of a norm once, or twice with independent rounding. The other copy may be None."""
     first = quantizer.quantize_normalized(x, mean, rstd, inner, features)
     if copies == 1:
         return first, None
@@ -147,19 +108,7 @@ def save_copies(x, mean, rstd, inner, copies, quantizer, features=None):
 def batch_norm_gradients(spec, saved, inner, grad, rstd, weight, needs_input):
     """Return the gradients of a batch norm's input, weight and bias, without writing dequantized values to memory.
 
-    Args:
-        spec: the spec of the copy of the normalized input. The norm has no second copy.
-        saved: the tensors of the copy.
-        inner: as in `save_copies`.
-        grad: the gradient of the norm's result.
-        rstd: the reciprocal standard deviation, (C,).
-        weight: the norm's weight, (C,), or None.
-        needs_input: whether to compute the gradient of the input. If not, None takes its place.
-
-    Returns:
-        The three gradients, those of weight and bias in float32. None in place of the three if the copy is not rotated, its
-        samples have different bits, it has means and scales of channels, elements adjacent in memory do not have adjacent
-        channels, a tensor is not plain or has a dtype that kernels lack, a probe changes the dequantized values, or the backend has no kernel for this copy.
+    `weight` and `rstd` are (C,). Returns None if no kernel of the backend does that for this copy.
     """
     if inner != 1 or not isinstance(spec, QuantizedTensorSpec) or spec.kind != ROTATED:
         return None
@@ -181,11 +130,7 @@ def batch_norm_gradients(spec, saved, inner, grad, rstd, weight, needs_input):
 
 
 def dequantize_copies(kept):
-    """Return two dequantized x~, from two independent copies; the same tensor twice if there is one copy.
-
-    Args:
-        kept: what the norm has saved (`copies.Kept`), among it "x" and "x2", the results of `save_copies`.
-    """
+    """Return x~ dequantized from the copies "x" and "x2" that the norm has kept; the same tensor twice if there is one copy."""
     first, second = kept.values("x"), kept.values("x2")
     return first, first if second is None else second
 
@@ -193,14 +138,8 @@ def dequantize_copies(kept):
 def dequantize_scaled(kept, rstd, inner, dtype):
     """Return dequantized x~ divided by rstd, an approximation of x - mean.
 
-    torch's own backward functions of norms can be called with this result in place of x, and with 0 in place of the
-    mean. They give the same gradients as for x and its mean.
-
-    Args:
-        kept: what the norm has saved, as in `dequantize_copies`.
-        rstd: the reciprocal standard deviation, which broadcasts to x.
-        inner: as in `save_copies`.
-        dtype: the dtype of the result.
+    torch's backward functions of norms give the same gradients for it, with 0 in place of the mean, as for x and its
+    mean.
     """
     spec, tensors = kept.copy("x")
     return spec.dequantize(tensors, dtype, (rstd.to(spec.dtype).reciprocal(), None, inner))
@@ -209,9 +148,9 @@ def dequantize_scaled(kept, rstd, inner, dtype):
 def constant_like(statistic, value: float):
     """Return a tensor like `statistic` that is filled with a value, for torch's functions, which only read it.
 
-    On a GPU, launching the kernel that fills the tensor takes longer than the kernel. The tensor is therefore shared by
-    all backward passes that run in one stream, unless it is large. A capture gets a tensor of its own, because its graph
-    may be replayed at any time.
+    Launching the kernel that fills it takes longer than the kernel, so backward passes in one stream share small
+    tensors. A
+    capture gets a tensor of its own, because its graph may be replayed at any time.
     """
     is_shared = statistic.is_cuda and is_plain(statistic) and statistic.numel() <= MOST_SHARED
     if not is_shared or torch.cuda.is_current_stream_capturing():
@@ -226,14 +165,12 @@ def _constant(shape, value, dtype, device, stream):
 
 
 def input_gradient(g, first, second, rstd, dims, centered=True):
-    """Return the gradient of a norm's input: (g - mean(g) - x~1 mean(x~2 g)) rstd.
-
-    The term mean(g) is left out if `centered` is false.
+    """Return the gradient of a norm's input, (g - mean(g) - x~1 mean(x~2 g)) rstd; without mean(g) unless `centered`.
 
     Args:
         g: the gradient of the norm's result, times the weight.
         first: x~1, the dequantized normalized input.
-        second: x~2, the dequantized normalized input from an independent copy, or x~1 again if there is one copy.
+        second: x~2, from an independent copy, or x~1 again.
         rstd: the reciprocal standard deviation, which broadcasts over `dims`.
         dims: the dimensions over which means are taken.
         centered: whether the norm subtracts the mean.

@@ -1,8 +1,4 @@
-"""Copies whose bits, or whose slot codec, a policy has chosen for this forward pass.
-
-A *slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots in training. A *probe*
-measures for the policy how rounding the slots changes the gradients.
-"""
+"""Copies whose bits, or whose slot codec, a policy has chosen for this forward pass."""
 
 from __future__ import annotations
 
@@ -101,11 +97,7 @@ def _report_unobserved(quantizer, assignment, slot) -> None:
 def _quantize_by_codec(
     codec: SlotCodec, x, seed, spec: QuantizedTensorSpec, normalize, input_dtype
 ):
-    """Save x with a slot codec. Return (tensors to save, spec).
-
-    If x is to be normalized, the codec gets the normalized values, in the dtype of the layer's input. More precision would
-    be wasted.
-    """
+    """Save x, normalized if that is asked for, with a slot codec. Return (tensors to save, spec)."""
     values = x.detach()
     if normalize is not None:
         values = QuantizationRecord(values, (), spec, spec.group_size, normalize).exact()

@@ -1,14 +1,9 @@
-"""The fixed-point copy that a norm, an activation and a linear layer or convolution save together.
+"""The *fixed-point copy* that a norm, an activation and a linear layer or convolution save together, a pre-activation block.
 
-A *fixed-point copy* contains the norm's normalized input x~ as K-bit fixed-point numbers in one packed tensor. The
-norm's result is y = gamma x~ + beta, with the norm's weight gamma and bias beta. x~, y and the ReLU of y can all be
-dequantized from the copy. A norm, an activation and a linear layer or convolution in this order are called a
-pre-activation block (section 3.2 of BLPA, a paper that docs/guides/preactivation.md cites).
-
-The *cache* of a forward pass finds a copy by the tensor that a layer wants to save, so the layers need not know each
-other. The norm makes the copy and puts it into the cache as the copy of y. The activation, a ReLU or LeakyReLU, needs
-only the sign of y, which the copy contains. The activation puts the same copy into the cache again, as the copy of its
-own result. The linear layer or convolution finds this copy and dequantizes its input from it.
+It contains the norm's normalized input x~ as K-bit fixed-point numbers, from which y = gamma x~ + beta and the ReLU of
+y
+are dequantized too (BLPA, section 3.2; docs/guides/preactivation.md). The norm shares the copy as one of y, and the
+activation, which needs only the sign of y, as one of its own result, in which the layer after it finds its input.
 """
 
 from __future__ import annotations
@@ -34,15 +29,12 @@ SIGNED = ("relu", "leaky_relu")
 
 
 class FixedPointSpec(NamedTuple):
-    """The spec of a norm's normalized input x~ that is saved as a fixed-point copy.
-
-    The saved tensors are (packed, weight, bias): the packed codes, and the norm's weight and bias, which may be None.
+    """The spec of x~ saved as a fixed-point copy: (packed codes, weight, bias), of which weight and bias may be None.
 
     Args:
         bits: the bits of a code.
-        inner: the number of elements, one after the other in memory, that belong to the same channel. Element number e
-            in memory belongs to channel (e div inner) mod (number of channels).
-        size, stride: the size and strides of the norm's result y.
+        inner: the number of elements, one after the other in memory, that belong to the same channel.
+        size, stride: the size and strides of y.
         dtype: the dtype of x~.
     """
 
@@ -58,18 +50,18 @@ class FixedPointSpec(NamedTuple):
         return 3
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """Return approximate values of x~ in y's size and strides. Arguments: see `QuantizedTensorSpec.dequantize`."""
+        """Return approximate values of x~; see `QuantizedTensorSpec.dequantize`."""
         scale, shift, inner = affine or (None, None, None)
         if shift is None and inner is not None and self.dtype == torch.float32:
             return self._decode(tensors, dtype or self.dtype, scale=(flat(scale), inner))
         return map_affine(self._decode(tensors, self.dtype), affine).to(dtype or self.dtype)
 
     def result(self, tensors, dtype: torch.dtype, slope: float) -> torch.Tensor:
-        """Return approximate values of y if y > 0, and of y * slope otherwise, for each element."""
+        """Return approximate values of y where y > 0, and of y * slope elsewhere."""
         return self._decode(tensors, dtype, slope)
 
     def masked(self, grad, tensors, slope: float) -> torch.Tensor:
-        """Return the gradient of LeakyReLU: for each element grad if y > 0, and grad * slope otherwise."""
+        """Return the gradient of LeakyReLU: grad where y > 0, and grad * slope elsewhere."""
         if is_eager(grad):
             return self._masked(grad, tensors, slope)
         # A gradient with a batch dimension, as with is_grads_batched=True, cannot be given to the kernels.
@@ -91,12 +83,9 @@ class FixedPointSpec(NamedTuple):
 
 
 class PreActivationSpec(NamedTuple):
-    """The spec of a norm's result y, or of the ReLU or LeakyReLU of y, that is saved as a fixed-point copy.
+    """The spec of y, or of the ReLU or LeakyReLU of y, that is saved as a fixed-point copy of spec `fixed`.
 
-    Args:
-        fixed: the spec of the norm's normalized input x~ in the same copy.
-        dtype: the dtype of the dequantized values.
-        slope: the slope of the ReLU or LeakyReLU for negative y; 1 for y itself.
+    `slope` is that for negative y; 1 for y itself.
     """
 
     fixed: FixedPointSpec
@@ -104,23 +93,15 @@ class PreActivationSpec(NamedTuple):
     slope: float = 1.0
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the values in y's size and strides, and in `dtype`, which is the spec's dtype unless given."""
+        """Return approximate values."""
         return self.fixed.result(tensors, dtype or self.dtype, self.slope)
 
 
 def can_save_fixed_point(quantizer, x, rstd, weight, bias, copies: int) -> bool:
     """Return whether a norm can save a fixed-point copy.
 
-    The norm cannot if the quantizer's attribute `fuse` is false, if the norm needs two independently rounded copies, if
-    a compiler traces, or if `rstd` has a 16-bit dtype.
-
-    Args:
-        quantizer: the quantizer of the norm.
-        x: the input of the norm.
-        rstd: the reciprocal standard deviation of x.
-        weight: the weight of the norm, or None.
-        bias: the bias of the norm, or None.
-        copies: the number of independently rounded copies that the norm's backward pass needs.
+    It cannot if `quantizer.fuse` is false, if its backward pass needs two independently rounded copies, if a compiler
+    traces, or if `rstd` has a 16-bit dtype.
     """
     if not quantizer.fuse or copies != 1 or rstd.dtype.itemsize <= 2:
         return False
@@ -130,22 +111,11 @@ def can_save_fixed_point(quantizer, x, rstd, weight, bias, copies: int) -> bool:
 def save_fixed_point(
     quantizer, x, y, mean, rstd, inner: int | None, weight, bias, channels: int | None
 ):
-    """Save the normalized input x~ of a norm as a fixed-point copy, and put it into the cache as the copy of y.
+    """Save x~ as a fixed-point copy, and share it as the copy of y. Return the SavedTensors of x~.
 
-    Args:
-        quantizer: the quantizer of the norm.
-        x: the input of the norm, a floating tensor.
-        y: the result of the norm.
-        mean: the mean of x, which broadcasts to x.
-        rstd: the reciprocal standard deviation of x, which broadcasts to x.
-        inner: the number of elements, one after the other in memory, that have the same mean and rstd; None if that
-            number varies. See `Quantizer.quantize_normalized`.
-        weight: the weight of the norm, or None.
-        bias: the bias of the norm, or None.
-        channels: the dimension of y along which weight and bias lie; None if they lie along the last dimensions.
-
-    Returns:
-        SavedTensors from which x~ is dequantized.
+    mean, rstd and inner are as in `Quantizer.quantize_normalized`. `channels` is the dimension of y along which weight
+    and
+    bias lie; None for the last dimensions.
     """
     of_channels = _inner_of(y, channels)
     result = y.detach()
@@ -172,10 +142,7 @@ def save_fixed_point(
 
 
 def activate(x, function: str, parameters: tuple, encoding: Encoding, inplace: bool):
-    """Apply a ReLU or LeakyReLU to the result x of a norm, if the cache has a fixed-point copy of x.
-
-    The gradient needs only the sign of x, which the copy contains, so the activation saves nothing else. The copy is
-    also put into the cache as the copy of the activation's result, for the layer after the activation.
+    """Apply a ReLU or LeakyReLU to the result x of a norm, if the layers share a fixed-point copy of x.
 
     Args:
         x: the input of the activation.
@@ -185,8 +152,9 @@ def activate(x, function: str, parameters: tuple, encoding: Encoding, inplace: b
         inplace: whether to write the result to x.
 
     Returns:
-        The result. None if the cache has no such copy, if the activation is neither ReLU nor LeakyReLU, or if
-        `encoding` is not its exact derivative.
+        The result. None if there is no such copy, if the activation is neither ReLU nor LeakyReLU, or if `encoding` is
+        not
+        its exact derivative.
     """
     if function not in SIGNED:
         return None
@@ -211,7 +179,6 @@ def fixed_point_of(context, x) -> SavedTensors | None:
 
 
 def _share(context, y, saved: SavedTensors) -> None:
-    """Share a fixed-point copy of y, for an activation, a linear layer or a convolution that gets y."""
     context.has_fixed_point = True
     shared = context.saving(y).shared
     if shared is not None:
@@ -238,7 +205,7 @@ class _TwoValued(SavingFunction):
 
 @lru_cache(maxsize=256)
 def _is_exact(encoding: Encoding, slope: float) -> bool:
-    """Return whether an encoded few-bit derivative is the exact derivative of ReLU or LeakyReLU with this slope."""
+    """Return whether an encoded derivative is the exact one of ReLU or LeakyReLU with this slope."""
     if encoding.unbiased or encoding.breaks64.tolist() != [0.0]:
         return False
     return sorted(encoding.lut64.tolist()) == sorted([slope, 1.0])

@@ -1,14 +1,4 @@
-"""The group quantizer of a layer: `quantize` makes a copy of a tensor in the forward pass.
-
-A *copy* is the quantized form of a tensor that a layer saves: codes of a few bits, and two numbers for each group of
-elements. There are several kinds of copies (docs/concepts/quantizer.md). `QuantizedTensorSpec.dequantize` computes approximate
-values from a copy in the backward pass.
-
-A *slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots in training. A
-*probe* measures for the policy how rounding the slots changes the gradients. A *fixed-point copy* is the copy that a
-norm makes for itself and for the layers after it (`preactivation.py`). Layers of a model share the copies of the present forward
-pass, so that several layers can use one copy (`saved/sharing.py`).
-"""
+"""The group quantizer of a layer, which makes copies in the forward pass (docs/concepts/quantizer.md)."""
 
 from __future__ import annotations
 
@@ -67,7 +57,7 @@ from fewbit.runtime.saved.sharing import place_of
 from fewbit.runtime.saved.single_backward import refuse_forward_mode
 
 EXTRA_BITS_OF_MODEL_INPUTS = 1
-"""The bits that inputs of a converted model have more than other tensors (`Quantizer.quantize_or_reuse`)."""
+"""See `Quantizer.quantize_or_reuse`."""
 
 
 class Quantizer:
@@ -82,8 +72,9 @@ class Quantizer:
         is_fixed: whether the policy must not change the average.
         fuse: whether norms make fixed-point copies, which the layers after the norms can use.
         kind: the kind of copies, "rotated" or "uniform"; None for the usual kind of each layer (`kind_of`).
-        extra_bits: the bits that each of the layer's inputs has more than `bits`, in the order of slots; inputs without an
-            entry have `bits`. No input has more than 8 bits. A policy that chooses the bits of the layer ignores them.
+        extra_bits: the bits that each of the layer's inputs has more than `bits`, in the order of slots, 0 unless
+            given, to
+            at most 8 bits. A policy that chooses the bits of the layer ignores them.
         recomputes_linear: whether results of linear layers are computed again where they would be saved.
 
     Raises:
@@ -120,35 +111,22 @@ class Quantizer:
         self.recomputes_linear = recomputes_linear
 
     def copy_for(self, name: str, **changes) -> Quantizer:
-        """Return a quantizer with all settings of this quantizer, for another layer.
-
-        Args:
-            name: the other layer's name.
-            **changes: attributes that get other values, for example `context`.
-        """
+        """Return a quantizer for another layer, with this quantizer's settings except the given attributes."""
         other = copy(self)
         vars(other).update(changes, name=name)
         return other
 
     def bits_of(self, slot: int, average: float | None = None) -> float:
-        """Return the bits of an input.
-
-        Args:
-            slot: the number of the input.
-            average: the bits without `extra_bits`; `bits` unless given.
-        """
+        """Return the bits of an input, where `average` (`bits` unless given) is without `extra_bits`."""
         extra = self.extra_bits[slot] if slot < len(self.extra_bits) else 0
         if average is None:  # compiled code cannot give samples different bits
             return min(math.floor(self.bits + extra), MAX_BITS)
         return min(average + extra, MAX_BITS)
 
     def kind_of(self, usual: str) -> str:
-        """Return the kind of copies of a tensor.
+        """Return the quantizer's kind of copies, or `usual` if it has none and groups are small enough to be rotated.
 
-        Args:
-            usual: the kind that the layer prefers: "uniform" for the results of softmax, "rotated" for all other
-                tensors (docs/decisions/0016). It applies if the quantizer has no kind of its own and groups are small
-                enough to be rotated.
+        The usual kind is "uniform" for results of softmax, and "rotated" for all other tensors (docs/decisions/0016).
         """
         if self.kind is not None:
             return self.kind
@@ -160,15 +138,12 @@ class Quantizer:
         features: tuple[int, ...] | None = None,
         needs_grad: bool = True,
     ) -> SavedTensors:
-        """Return the fixed-point copy of x if a norm has made one, else make a copy with `quantize(x, features=features)`.
+        """Return the fixed-point copy of x if a norm has made one, else `quantize(x, features=features)`.
 
-        Linear layers and convolutions call this method to save their input.
-
-        Args:
-            x: as in `quantize`.
-            features: as in `quantize`.
-            needs_grad: whether x needs a gradient. If not, x is an input of the whole model, of which a converted model saves 1
-                bit more: such tensors are few, and the gradient of the first layer is often large.
+        Linear layers and convolutions save their input so. An x that does not need a gradient is an input of the whole
+        model. A
+        converted model saves it with 1 bit more: such tensors are few, and the gradient of the first layer is often
+        large.
         """
         forward, context = running.forward, self.context
         if forward is not None and forward.context.is_private:
@@ -182,10 +157,10 @@ class Quantizer:
 
     @property
     def fixed_point_context(self) -> ForwardContext | None:
-        """The context in whose forward pass norms share fixed-point copies, and in which the layers after the norms find them.
+        """The context in whose forward pass norms share fixed-point copies: a running pre-activation block's, else `context`.
 
-        While a pre-activation block runs, the result is the block's own context, else `self.context`. If a layer is in
-        several blocks, `self.context` is the context of the block that was made last, so it may be the wrong one.
+        If a layer is in several blocks, `self.context` is that of the block that was made last, so it may be the wrong
+        one.
         """
         forward = running.forward
         if forward is not None and forward.context.is_private:
@@ -207,9 +182,10 @@ class Quantizer:
         Args:
             x: a floating tensor of any shape and strides. A transposed view is quantized in the order of its memory.
             shared: whether several layers that save x in the same forward pass may use one copy.
-            slot: the number of x among the layer's inputs, from 0. With the layer's name, it identifies the slot.
+            slot: the number of x among the layer's inputs, from 0.
             usual: the kind of the copy if the quantizer has no kind.
-            features: the dimensions of x along which its channels differ, counted from the last dimension, which is -1; None
+            features: the dimensions of x along which its channels differ, counted from the last dimension, which is -1;
+                None
                 if x has no channels. If x has many rows, channels have a mean and a scale of their own.
             extra_bits: the bits that x has more than other inputs, if no policy chooses them.
             recomputes: whether `computed.again` may take the place of a copy.
@@ -257,19 +233,7 @@ class Quantizer:
         return in_storage_order(x, save)
 
     def _save(self, x, saving, shared, slot, kind, channels, extra_bits, is_usual, stride=None):
-        """Quantize x, or share a copy. x lies in memory in the order of its dimensions.
-
-        Args:
-            x: the tensor.
-            saving: what `ForwardContext.saving` returns.
-            shared: as in `quantize`.
-            slot: as in `quantize`.
-            kind: the kind of the copy, unless x has a mask.
-            channels: the number of channels that have a mean and a scale of their own.
-            extra_bits: as in `quantize`.
-            is_usual: whether x is plain. If not, it is a meta or fake tensor.
-            stride: the strides of the dequantized values, if they are not contiguous.
-        """
+        """Quantize x, or share a copy. x lies in memory in the order of its dimensions, and is no meta or fake tensor if `is_usual`."""
         copies, mask, result = saving.shared, None, None
         place = place_of(x) if shared and copies is not None else None
         if place is not None:
@@ -328,7 +292,7 @@ class Quantizer:
         return SavedTensors(tensors, spec_of(x.shape, stride, dtype, bits, *how))
 
     def _channels_of(self, x, kind, features) -> int:
-        """Return the number of channels whose means and scales a copy of x has, or 0 if it has none."""
+        """Return the number of channels whose means and scales a copy of x has."""
         if features is None or kind != ROTATED or x.dim() < 2:
             return 0
         return channels_of(x, tuple(dim % x.dim() for dim in features))
@@ -338,13 +302,9 @@ class Quantizer:
     ) -> SavedTensors:
         """Return a copy of x that is rounded independently of the copies of `others`, even if x is among `others`.
 
-        Layers that multiply two dequantized tensors call this method, because the product is exact in expectation only
-        if the two are rounded independently.
-
-        Args:
-            x: a floating tensor of any shape and strides.
-            *others: the layer's inputs before x, in their order.
-            features: as in `quantize`.
+        The product of two dequantized tensors is exact in expectation only if they are rounded independently. `others`
+        are the
+        layer's inputs before x, in their order.
         """
         is_one = any(_is_same_memory(x, other) for other in others)
         return self.quantize(x, not is_one, slot=len(others), features=features)
@@ -352,17 +312,15 @@ class Quantizer:
     def quantize_normalized(
         self, x, mean, rstd, inner: int | None, features: tuple[int, ...] | None = None
     ) -> SavedTensors:
-        """Return a quantized copy of (x - mean) rstd, the normalized input of a norm layer.
-
-        The normalized values are computed in float32 or better. The copy is not put into the cache.
+        """Return a quantized copy of (x - mean) rstd, the normalized input of a norm layer, that is not shared.
 
         Args:
             x: the input of the norm, a floating tensor of any shape and strides.
             mean: the means, which broadcast to x; None if the norm subtracts no mean.
             rstd: the reciprocal standard deviations, which broadcast to x.
-            inner: the number of elements, one after the other in memory, that have the same mean and rstd. Element
-                number e in memory has entry number (e div inner) mod (number of entries) of mean and rstd. None if x is
-                laid out differently.
+            inner: the number of elements, one after the other in memory, that have the same mean and rstd: element
+                number e
+                has entry (e div inner) mod (number of entries). None if x is laid out differently.
             features: as in `quantize`.
         """
         is_usual = is_plain(x)
@@ -391,17 +349,7 @@ class Quantizer:
         return self._save_normalized(x, x.dtype, kind, channels, stride, None, dtype)
 
     def _save_normalized(self, x, dtype, kind, channels, stride, normalize, input_dtype):
-        """Quantize x, or x normalized by `normalize`, for a norm. No other layer shares this copy as it is.
-
-        Args:
-            x: a plain tensor.
-            dtype: the dtype of the dequantized values.
-            kind: the kind of the copy.
-            channels: the number of channels that have a mean and a scale of their own.
-            stride: the strides of the dequantized values, if they are not contiguous.
-            normalize: a `Normalization` without channels if x is to be normalized first; else None.
-            input_dtype: the dtype of the norm's input.
-        """
+        """Quantize x, or x normalized by `normalize`, for a norm. No other layer shares this copy as it is."""
         context, saving = self.context, None
         if context is None:
             seed = self._seed_alone(x)
@@ -420,16 +368,15 @@ class Quantizer:
 
     @property
     def _policy(self):
-        """The policy of the model; None if bits are fixed."""
         return None if self.context is None else self.context.policy
 
     def quantize_with_activation(self, run, y, are_masks: bool = False) -> tuple | None:
         """Compute an activation's result y, the activation's codes and the copy of y in one pass over memory.
 
         Args:
-            run: a function. run(seed, bits, group_size, kind) writes y and returns a
-                `backends.results.QuantizedForward`. If the backend has no kernel for this, run returns None and writes
-                nothing.
+            run: run(seed, bits, group_size, kind) writes y and returns a `backends.results.QuantizedForward`; or it
+                writes
+                nothing and returns None if the backend has no kernel for this.
             y: the memory of the result: an ordinary dense tensor in eager mode, samples outermost.
             are_masks: whether the activation's codes say where y is 0.
 
@@ -457,9 +404,9 @@ class Quantizer:
     def key(self) -> tuple:
         """The settings that two layers must have in common to share a copy.
 
-        Some seeds are hashes of the key (`_seed_of_result`). A new setting must not change the seeds of existing quantizers. So
-        append the setting's value to the key only if it differs from the default value. A setting that does not change
-        copies is no part of the key.
+        Some seeds are hashes of the key (`_seed_of_result`). So that existing quantizers keep their seeds, append a new
+        setting
+        only if it differs from its default value.
         """
         bits, context = self.bits, self.context
         if context is not None and context.policy is not None:
@@ -525,17 +472,7 @@ def _bits(bits: int, extra_bits: tuple[float, ...], slot: int, more: int) -> int
 
 
 def _seed_of_result(saving, y, number: int, key: tuple):
-    """Return the seed from which an activation's result y is rounded.
-
-    All layers with one key share one copy of y. Either the activation makes the copy, or the first layer that saves y makes it. The
-    seed is the same in both cases.
-
-    Args:
-        saving: what `ForwardContext.saving` returned.
-        y: the activation's result.
-        number: the number of the activation in the forward pass.
-        key: `Quantizer.key` of the layers.
-    """
+    """Return the seed of an activation's result y, the same whether the activation or a layer with this key makes the copy."""
     return saving.seed_of(y, purpose("result", saving.part, number, key))
 
 
@@ -565,16 +502,10 @@ def _quantizer_of(bits: int, group_size: int, kind: str | None) -> Quantizer:
 
 
 def quantizer_of(bits: int, group_size: int, quantizer: Quantizer | str | None = None) -> Quantizer:
-    """Return the Quantizer that functions of `fewbit.functional` use if they are called with these settings.
+    """Return the Quantizer of functions of `fewbit.functional` that are called with these settings.
 
-    Args:
-        bits: the bits per element, 1 to 8.
-        group_size: the number of elements in a group, a multiple of 32.
-        quantizer: the kind of copies, "rotated" or "uniform"; None for the usual kind of each layer; or a Quantizer,
-            which is returned.
-
-    Raises:
-        InputError: a setting is not valid.
+    `quantizer` is a kind of copies, None for the usual kind of each layer, or a Quantizer, which is returned. Raises
+    InputError if a setting is not valid.
     """
     if type(quantizer) is Quantizer or isinstance(quantizer, Quantizer):
         return quantizer
@@ -582,18 +513,17 @@ def quantizer_of(bits: int, group_size: int, quantizer: Quantizer | str | None =
 
 
 def is_differentiated(*tensors) -> bool:
-    """Return whether fewbit's layer has to run for these inputs, to save tensors for a backward pass.
+    """Return whether fewbit's layer has to run for these inputs and parameters, to save tensors for a backward pass.
 
-    torch's own layer runs instead if no gradient is needed, if an input is complex, nested, not strided, a DTensor or of a
-    class that overrides torch's functions, if a transform of torch.func is at work, or if torch.jit.trace traces. Layers that are computed from local tensors of
-    DTensors (`fewbit/runtime/parallel/shards.py`) call this function for the local tensors.
-
-    Args:
-        *tensors: the inputs and parameters of the layer. None is ignored.
+    torch's own layer runs instead if no gradient is needed, if an input is complex, nested, not strided, a DTensor or
+    of a
+    class that overrides torch's functions, if a transform of torch.func is at work, or if torch.jit.trace traces.
+    Layers of
+    DTensors (`parallel/shards.py`) ask for the local tensors. None is ignored.
 
     Raises:
-        InputError: gradients are enabled, and one of the arguments is neither a tensor nor None.
-        GradientError: fewbit's layer would have to run, and one of the arguments is a dual number.
+        InputError: gradients are enabled, and an argument is neither a tensor nor None.
+        GradientError: fewbit's layer would have to run, and an argument is a dual number.
     """
     if not torch.is_grad_enabled():
         return False

@@ -1,8 +1,4 @@
-"""The quantized copy that softmax saves of its result.
-
-If a matrix product uses this result as a factor, it saves no copy of its own, but shares that of softmax. It finds the copy in
-the *cache* of the forward pass (`saved/sharing.py`).
-"""
+"""The quantized copy that softmax saves of its result, which matrix products with this factor share."""
 
 from __future__ import annotations
 
@@ -17,9 +13,9 @@ from fewbit.runtime.quantizers.spec import SavedTensors
 def quantize_softmax(quantizer: Quantizer, y: torch.Tensor) -> SavedTensors:
     """Return a quantized copy of y, a result of softmax, which matrix products with the factor y may use as well.
 
-    If the other factor of a product does not depend on y, the shared copy adds no more bias than two copies would. In the
-    backward pass, softmax multiplies its copy of y by the gradient of y, and the product computes this gradient from the
-    other factor alone.
+    The shared copy adds no more bias than two copies if the other factor does not depend on y: softmax multiplies its
+    copy
+    by the gradient of y, which the product computes from the other factor alone.
     """
     saved = quantizer.quantize(y, usual=UNIFORM)
     context = quantizer.context
@@ -32,10 +28,7 @@ def quantize_softmax(quantizer: Quantizer, y: torch.Tensor) -> SavedTensors:
 
 
 def quantize_factor(quantizer: Quantizer, x: torch.Tensor) -> SavedTensors:
-    """Return softmax's copy of x if x is a view of a result of softmax, else make a copy with `quantizer.quantize(x)`.
-
-    Matrix products call this function to save a factor.
-    """
+    """Return softmax's copy of x if x is a view of a result of softmax, else `quantizer.quantize(x)`."""
     context = quantizer.context
     if context is not None and is_eager(x):
         shared = context.saving(x).shared

@@ -1,8 +1,7 @@
-"""The tensors that a layer saves, and specs, which turn saved tensors into approximate values in the backward pass.
+"""The tensors that a layer saves, and *specs*: all that is needed besides to compute approximate values in the backward pass.
 
 The group quantizer saves codes of a few bits, and the *ranges*: two numbers for each group of elements, which are the
-minimum and the range in a uniform copy, and the mean and the scale in a rotated copy (docs/concepts/quantizer.md). A *slot* is one tensor that a layer saves in every forward pass. A *policy* chooses the bits of slots. A *probe* measures
-for the policy how rounding a slot changes the gradients.
+minimum and the range in a uniform copy, and the mean and the scale in a rotated copy (docs/concepts/quantizer.md).
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from fewbit.runtime.saved.assignment import TensorSlot
 
 
 class QuantizedTensorSpec(NamedTuple):
-    """All information except the tensors that is needed to dequantize a tensor that the group quantizer has saved.
+    """The spec of a tensor that the group quantizer has saved.
 
     Args:
         bits: the bits per element; no effect if each sample has its own number of bits.
         group_size: the number of elements in a group.
-        size, stride, dtype: the size, strides and dtype of the dequantized values.
+        size, stride, dtype: those of the dequantized values.
         samples: the number of samples if each sample has its own number of bits, else None.
         slot: the slot for which the tensor was saved, if a policy chooses bits; else None.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
@@ -55,23 +54,15 @@ class QuantizedTensorSpec(NamedTuple):
 
     @property
     def count(self) -> int:
-        """The number of saved tensors.
-
-        These are codes, ranges, the numbers of bits if each sample has its own, the numbers of channels, and the mask of a
-        masked copy.
-        """
+        """The number of saved tensors: codes, ranges, and if there are any, bits of samples, numbers of channels, and the mask."""
         return 2 + (self.samples is not None) + self.has_channels + self.has_mask
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """Return approximate values of the saved tensor, in the tensor's size and strides.
+        """Return approximate values of the saved tensor, in `dtype` if given.
 
-        Args:
-            tensors: the saved tensors, `count` of them.
-            dtype: the dtype of the result; the spec's dtype unless given.
-            affine: None, or (scale, shift, inner) to return values * scale + shift, computed before the result is
-                rounded to dtype. scale and shift broadcast to the values, and either may be None. inner is the number
-                of elements, one after the other in memory, that have the same scale and shift, or None if that number
-                varies. See `Quantizer.quantize_normalized`.
+        With affine = (scale, shift, inner) they are values * scale + shift, computed before the result is rounded to
+        dtype.
+        scale and shift broadcast to the values, and either may be None; inner is as in `Quantizer.quantize_normalized`.
         """
         if affine is not None and not (affine[0] is affine[1] is None):
             return self._dequantize_mapped(tensors, dtype or self.dtype, affine)
@@ -129,19 +120,11 @@ class QuantizedTensorSpec(NamedTuple):
         return self._values(tensors, self.dtype, None)
 
     def rounding_errors(self, values, tensors, bits: int, generator) -> torch.Tensor:
-        """Return the errors of the values if they were rounded again to copies of this kind.
+        """Return the errors of dequantized values if they were rounded again to `bits`, a float32 vector in storage order.
 
-        Values of a uniform copy lie on the steps of their group, so that rounding them again changes nothing. Their errors are
+        Values of a uniform copy lie on the steps of their group, so that rounding them again changes nothing. Their
+        errors are
         random numbers in proportion to the range of the group.
-
-        Args:
-            values: dequantized values, an ordinary tensor.
-            tensors: the saved tensors.
-            bits: the bits per element, 1 to 8.
-            generator: a random generator of the values' device.
-
-        Returns:
-            A vector, float32, in storage order.
         """
         if self.kind == UNIFORM:
             packed, *rest = tensors
@@ -205,12 +188,7 @@ def spec_of(
 
 
 class PermutedSpec(NamedTuple):
-    """The spec of a tensor whose dimensions were permuted before it was quantized.
-
-    Args:
-        inner: the spec of the permuted tensor.
-        order: dimension i of the original tensor is dimension order[i] of the permuted tensor.
-    """
+    """The spec of a tensor quantized as one whose dimension order[i] is dimension i of the original."""
 
     inner: QuantizedTensorSpec
     order: tuple[int, ...]
@@ -221,7 +199,7 @@ class PermutedSpec(NamedTuple):
         return self.inner.count
 
     def for_consumer(self, name: str) -> PermutedSpec:
-        """Return this spec for the layer `name`, which reads a tensor that another layer saved."""
+        """See `QuantizedTensorSpec.for_consumer`."""
         return self._replace(inner=self.inner.for_consumer(name))
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -230,12 +208,7 @@ class PermutedSpec(NamedTuple):
 
 
 class ViewedSpec(NamedTuple):
-    """The spec of a contiguous tensor that has another shape than when it was quantized.
-
-    Args:
-        inner: the spec of the tensor in its old shape.
-        shape: the new shape.
-    """
+    """The spec of a contiguous tensor that has another shape than when it was quantized."""
 
     inner: NamedTuple
     shape: tuple[int, ...]
@@ -246,7 +219,7 @@ class ViewedSpec(NamedTuple):
         return self.inner.count
 
     def for_consumer(self, name: str) -> ViewedSpec:
-        """Return this spec for the layer `name`, which reads a tensor that another layer saved."""
+        """See `QuantizedTensorSpec.for_consumer`."""
         return self._replace(inner=self.inner.for_consumer(name))
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -255,9 +228,7 @@ class ViewedSpec(NamedTuple):
 
 
 class ComputedSpec(NamedTuple):
-    """The spec of a layer's result, which is computed again from the copies of the layer's inputs.
-
-    The saved tensors are those of the copies, one copy after the other.
+    """The spec of a result that is computed from the copies of a layer's inputs, saved one after the other.
 
     Args:
         function: a function of the dequantized inputs that returns the result.
@@ -277,7 +248,7 @@ class ComputedSpec(NamedTuple):
         return sum(spec.count for spec in self.specs)
 
     def for_consumer(self, name: str) -> ComputedSpec:
-        """Return this spec for the layer `name`, which computes a result of other layers."""
+        """See `QuantizedTensorSpec.for_consumer`."""
         return self._replace(specs=tuple(spec.for_consumer(name) for spec in self.specs))
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -294,8 +265,6 @@ class SavedTensors(NamedTuple):
     """Tensors for `save_for_backward`, and the spec that dequantizes them.
 
     Args:
-        tensors: the saved tensors.
-        spec: the spec that turns the tensors into values.
         trace_anchor: a 0-D tensor of value 1 if a compiler traces, else None. The layer multiplies its result by the
             anchor, so that the compiler runs the quantization in the forward pass (docs/decisions/0004).
         is_observed: whether the policy learns from the backward pass that dequantizes the tensors.
@@ -311,7 +280,7 @@ class SavedTensors(NamedTuple):
         return self._replace(spec=ViewedSpec(self.spec, shape))
 
     def tie(self, y: torch.Tensor) -> torch.Tensor:
-        """Return y. While a compiler traces, make y depend on the saved tensors, so that forward computes them."""
+        """Return y, made to depend on the saved tensors while a compiler traces."""
         return y if self.trace_anchor is None else y * self.trace_anchor.to(y.dtype)
 
 
@@ -320,11 +289,7 @@ def computed_from(
 ) -> SavedTensors:
     """Return SavedTensors from which the backward pass computes function(*copies), with dequantized values.
 
-    Args:
-        function: the function, which can be pickled.
-        copies: the copies. Each of them `can_be_combined`.
-        dtype: the dtype of the result.
-        products: the number of linear layers that `function` computes.
+    The function can be pickled, and computes `products` linear layers. Each of the copies `can_be_combined`.
     """
     copies = tuple(copies)
     tensors = tuple(tensor for copy in copies for tensor in copy.tensors)
@@ -350,15 +315,7 @@ def products_of(copy: SavedTensors) -> int:
 
 
 class QuantizationRecord(NamedTuple):
-    """A tensor and its quantized copy, for a probe to measure.
-
-    Args:
-        x: the tensor.
-        tensors: the saved tensors, which were made from x or, if `normalize` is given, from (x - mean) rstd.
-        spec: the spec of the saved tensors.
-        group_size: the number of elements in a group.
-        normalize: the `Normalization` of x before it was quantized, or None.
-    """
+    """A tensor x and its quantized copy, for a probe to measure. If `normalize` is given, the copy is one of (x - mean) rstd."""
 
     x: torch.Tensor
     tensors: tuple[torch.Tensor, ...]
@@ -367,17 +324,11 @@ class QuantizationRecord(NamedTuple):
     normalize: Normalization | None
 
     def variance(self, bits: int, generator) -> torch.Tensor:
-        """Return the variance that rounding to `bits` adds to an element, as a mean over the elements of each sample.
+        """Return the variance that rounding to `bits` adds to an element, the mean over each sample, (samples,) float32.
 
-        The variance of a rotated copy follows from the sums of squares. The variance of a uniform copy depends on how
-        the elements lie between the codes, and is estimated from two random roundings.
-
-        Args:
-            bits: the bits per element, 1 to 8.
-            generator: a function that returns, for a device, the random generator from which seeds are drawn.
-
-        Returns:
-            (samples,) float32.
+        That of a uniform copy depends on how the elements lie between the codes, and is estimated from two random
+        roundings, with
+        seeds from generator(device).
         """
         kind = self.spec.kind
         if kind != UNIFORM:
@@ -396,7 +347,7 @@ class QuantizationRecord(NamedTuple):
         return self._squares_by_sample().sum()
 
     def _squares_by_sample(self) -> torch.Tensor:
-        """Return the sample's share of `squares` for each sample, (samples,) float32."""
+        """Return each sample's share of `squares`, (samples,) float32."""
         x = self.x if layout.is_by_sample(self.x) else self.x.contiguous()
         samples = self.spec.samples or (len(x) if x.dim() else 1)
         is_short = x.numel() < groups.LEAST_FEATURES * samples
@@ -423,11 +374,7 @@ class QuantizationRecord(NamedTuple):
         return x
 
     def errors(self, exact: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the dequantized values minus the exact ones.
-
-        Args:
-            exact: the result of `exact()`, if the caller has it already.
-        """
+        """Return the dequantized values minus the exact ones, for which the caller may give the result of `exact()`."""
         if exact is None:
             exact = self.exact() if self._is_normalized else self.x
         return self.spec.dequantize_exact(self.tensors).sub_(exact)
@@ -436,8 +383,8 @@ class QuantizationRecord(NamedTuple):
 def unsharded(weight, bias) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return a norm's weight and bias, as detached copies if torch.distributed is initialized.
 
-    The parameters of a distributed model may be sharded. Then the norm's full parameters may have been freed when the
-    layer after the norm, which uses them too, runs its backward.
+    A sharded model may have freed the norm's full parameters when the layer after it, which uses them too, runs its
+    backward.
     """
     if not is_distributed_run():
         return weight, bias
@@ -445,13 +392,7 @@ def unsharded(weight, bias) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 
 
 def map_affine(values: torch.Tensor, affine) -> torch.Tensor:
-    """Compute values * scale + shift in place and return the result.
-
-    Args:
-        values: the values to change.
-        affine: (scale, shift, inner), as in `QuantizedTensorSpec.dequantize`, or None to change nothing. Here inner has
-            no effect.
-    """
+    """Compute values * scale + shift in place. `affine`: as in `QuantizedTensorSpec.dequantize`."""
     scale, shift, _ = affine or (None, None, None)
     if scale is not None:
         values.mul_(scale)
@@ -461,7 +402,7 @@ def map_affine(values: torch.Tensor, affine) -> torch.Tensor:
 
 
 def flat(vector: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the entries of a tensor as kernels expect them: 1-D, contiguous, float32. Return None for None."""
+    """Return the entries of a tensor as kernels expect them: 1-D, contiguous, float32."""
     if vector is None:
         return None
     if vector.ndim == 1 and vector.dtype is torch.float32 and vector.is_contiguous():
@@ -475,9 +416,7 @@ def flat(vector: torch.Tensor | None) -> torch.Tensor | None:
 def in_storage_order(x: torch.Tensor, save) -> SavedTensors:
     """Return save(x), in which save gets the dimensions of x in storage order. Dequantizing restores x's strides.
 
-    Args:
-        x: a tensor of any shape and strides. A sparse tensor, which has no strides, is given to save as it is.
-        save: a function of a tensor that returns SavedTensors.
+    A sparse tensor, which has no strides, is given to save as it is.
     """
     order = layout.storage_permutation(x) if x.layout is torch.strided else None
     return save(x) if order is None else in_order(x, order, save)

@@ -1,5 +1,4 @@
 """The state of a forward pass: bits and seeds of saved tensors, shared quantized copies, tensors moved to the host.
 
-This folder may import `runtime.probes` and what `runtime.probes` may import. The code here does not depend on the
-quantizer that makes a copy, nor on the policy that chooses the bits of a copy.
+It does not depend on quantizers or policies, and imports `runtime.probes` and what that may import.
 """

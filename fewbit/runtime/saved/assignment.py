@@ -1,22 +1,10 @@
 """The bits of every saved tensor in one forward pass, if a policy chooses them.
 
-A *policy* chooses bits (`BitPolicy` in `bit_policy.py`). It makes one `BitAssignment` for each forward pass. To learn
-from a forward pass, the policy adds a `Probe` to the assignment. The probe measures how much rounding each saved tensor
-changes the gradient.
-
-A *slot* is one tensor that a layer saves in every forward pass, for example the input of a linear layer. Each slot has
-an average number of bits per element, so the bytes of the saved tensor follow from its shape alone. A *sample* is one
-slice of the tensor along dimension 0. Rounding sample n with bits_n bits per element adds the variance
-
-    distortion(kind, bits_n) * squares_n
-
-with the distortion of the slot's kind of copies (`runtime/format/distortion.py`). In rotated copies, squares_n is the sum
-of the squares of the sample's elements minus their group's mean. In uniform copies it is the sum over the sample's groups
-of (elements in group) * range^2. Samples with larger squares get more of the tensor's bits (ActNN, section 4.2).
-
-The *sensitivity* of sample n is squares_n. If the squared norm of the sample's gradient is known, the sensitivity is
-squares_n times this squared norm. The bits are chosen so that the sum of distortion(kind, bits_n) * sensitivity_n over
-all samples is small.
+Rounding sample n (a slice along dimension 0) with bits_n bits per element adds the variance
+distortion(kind, bits_n) * squares_n, where squares_n is the sum of the squares of the sample's elements minus their
+group's mean in rotated copies, and the sum of (elements in group) * range^2 in uniform copies. A tensor's bits are
+divided so that the sum of distortion(kind, bits_n) * sensitivity_n is small, where the *sensitivity* is squares_n,
+times the squared norm of the sample's gradient if that is known (ActNN, section 4.2).
 """
 
 from __future__ import annotations
@@ -36,8 +24,7 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.saved.sample_magnitudes import GradientMagnitudes, SampleIndices
 
 COMPILED, REENTRANT, ALONE = "compiled", "reentrant", "alone"
-"""Reasons why no probe can measure a layer's tensor: the layer is in a compiled part of the model, the layer is in a
-checkpoint with use_reentrant=True, or the layer was called by itself, outside a forward pass of the model."""
+"""Why no probe can measure a layer: it is compiled, in a checkpoint with use_reentrant=True, or called outside the model."""
 
 
 class TensorSlot(NamedTuple):
@@ -47,12 +34,10 @@ class TensorSlot(NamedTuple):
         name: (the layer's name, the number of the tensor among the layer's inputs).
         average: the mean number of bits per element, from 1 to 8.
         is_fixed: whether the user gave these bits, so that no policy may change them.
-        assignment: the bit assignment of the forward pass.
-        rounding: the object that the probe's `record_rounding` returned for this tensor, or None.
-        user: the name of the layer that dequantizes the tensor, if another layer saved it and a probe measures the
-            forward pass; else None.
-        kind: the kind of the tensor's copies, "uniform" or "rotated". If a slot codec saves the tensor, it is the kind
-            of the copies that the group quantizer would make.
+        rounding: the object that the probe's `record_rounding` returned, or None.
+        user: if a probe measures the forward pass, the name of the layer that dequantizes the tensor, unless it is the
+            layer that saved it; else None.
+        kind: the kind of copies that the group quantizer makes, "uniform" or "rotated".
     """
 
     name: tuple[str, int]
@@ -64,11 +49,11 @@ class TensorSlot(NamedTuple):
     kind: str = UNIFORM
 
     def total(self, samples: int) -> int:
-        """Return the sum of the bits per element over `samples` samples."""
+        """Return the bits of `samples` samples together."""
         return _total_bits(self.average, samples, self._rounds_up)
 
     def uniform(self) -> int:
-        """Return the whole number of bits per element for a tensor that is not divided into samples."""
+        """Return the whole bits per element of a tensor that is not divided into samples."""
         return _total_bits(self.average, 1, self._rounds_up)
 
     @property
@@ -86,39 +71,23 @@ def _total_bits(average: float, samples: int, rounds_up: bool) -> int:
 class Probe(Protocol):
     """The object that measures one forward pass and its backward pass for a policy.
 
-    The methods are called in the order in which they are listed. None of the methods may raise an exception.
+    The methods are called in the order in which they are listed, and none may raise an exception.
     """
 
     def record_saved(self, slot: TensorSlot, elements: int, sensitivities):
-        """Record that a layer saved a tensor.
+        """Record that a layer saved a tensor of this many elements.
 
-        Args:
-            slot: the tensor's slot.
-            elements: the number of elements.
-            sensitivities: (samples,) float32, the samples' sensitivities; None if the bits are not divided among
-                samples.
+        `sensitivities` is those of the samples, (samples,) float32, or None if the bits are not divided.
         """
 
     def record_rounding(self, slot: TensorSlot, record) -> object | None:
-        """Measure how rounding changes a tensor that a layer saves.
-
-        Args:
-            slot: the tensor's slot.
-            record: the tensor and its quantized copy, a `fewbit.runtime.quantizers.spec.QuantizationRecord`.
-
-        Returns:
-            An object that the probe finds as `TensorSlot.rounding` in the backward pass, or None.
-        """
+        """Measure the rounding of a `spec.QuantizationRecord`. The result is found as `TensorSlot.rounding` in the backward pass."""
 
     def knows(self, name: tuple[str, int]) -> bool:
-        """Return whether `record_saved` was called for a slot named `name`."""
+        """Return whether `record_saved` was called for the slot with this name."""
 
     def watch(self, outputs) -> None:
-        """Follow the backward pass that starts at the result of the forward pass.
-
-        Args:
-            outputs: the result of the model: a tensor, or nested containers of tensors.
-        """
+        """Follow the backward pass that starts at the model's outputs, tensors in nested containers."""
 
     def reached(self, slots) -> None:
         """Record that a layer's backward dequantized tensors of these slots, and that `probe` cannot measure them."""
@@ -128,38 +97,31 @@ class Probe(Protocol):
 
         Args:
             number: the number that `watch` has given to the layer's node of the autograd graph.
-            backward: the layer's backward function. The probe may call it as backward(context, *grads) again.
+            backward: the layer's backward function, which the probe may call again as backward(context, *grads).
             context: the context of the layer's autograd Function.
-            grads: the gradients of the layer's results, with which `backward` was called.
-            results: the gradients that `backward` returned for the layer's inputs.
+            grads: the gradients with which `backward` was called.
+            results: the gradients that `backward` returned.
             slots: the slots whose tensors `backward` dequantized.
         """
 
     def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int, errors) -> torch.Tensor:
-        """Return noise to add to dequantized values: float32 of the shape of `rows`.
+        """Return noise to add to dequantized values `rows`, (samples, features): float32 of the same shape.
 
-        Args:
-            rows: the dequantized values, (samples, features).
-            slot: the slot of the dequantized tensor.
-            level: the number of bits whose rounding errors the noise imitates, one of
-                `fewbit.runtime.probes.measurements.LEVELS`.
-            errors: a function of (bits, seed) that returns the errors of the values if they were rounded again, a vector.
+        `level` is the number of bits whose rounding errors the noise imitates, one of `probes.measurements.LEVELS`.
+        `errors`
+        is a function of (bits, seed) that returns the errors of rounding the values again, a vector.
         """
 
 
 class ChannelWeights:
-    """The weights of a layer's channels: a channel with a larger weight gets more bits.
-
-    Args:
-        weights: a number for each channel, with mean 1.
-    """
+    """The weights of a layer's channels, with mean 1: a channel with a larger weight gets more bits."""
 
     def __init__(self, weights):
         cpu = torch.device("cpu")
         self._by_device = {cpu: torch.tensor(weights, dtype=torch.float32, device=cpu)}
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the weights, (channels,) float32, on the given device. Only the first call for a device moves them."""
+        """Return the weights, (channels,) float32, on a device."""
         found = self._by_device.get(device)
         if found is None:
             found = self._by_device[device] = self._by_device[torch.device("cpu")].to(device)
@@ -169,25 +131,22 @@ class ChannelWeights:
 
 @dataclass(eq=False)
 class BitAssignment:
-    """The bits of all slots in one forward pass. They also apply if a checkpointed region of the pass is recomputed.
+    """The bits of all slots in one forward pass, also when a region of it is recomputed.
 
     Args:
         averages: {slot's name: average bits per element} of slots for which the policy replaces the layer's own
             average.
-        samples: the number of samples in the forward pass, or None if this number is not known.
+        samples: the number of samples in the forward pass; None if it is not known.
         probe: the probe that measures this forward pass, or None.
-        magnitudes: the squared gradient norms that earlier backward passes recorded by slot and sample, or None.
-        numbers: the rows of this forward pass's samples in `magnitudes`; None if the user did not number the samples.
-        codecs: {slot's name: slot codec} of slots whose tensors a `SlotCodec` saves instead of the group quantizer.
-        activations: {activation's name: bits} of few-bit activations for which the policy replaces the activation's own
-            bits.
+        magnitudes: the squared gradient norms of samples in earlier backward passes, or None.
+        numbers: the rows of this forward pass's samples in `magnitudes`; None if the samples have no numbers.
+        codecs: {slot's name: slot codec} of slots that the group quantizer does not save.
+        activations: {activation's name: bits} where the policy replaces the activation's own bits.
         channels: {layer's name: number of channels} of layers whose bits are divided among the channels of each sample.
         channel_weights: {layer's name: weights of these channels}.
         least_features: the least number of elements per sample with which a tensor's bits are divided among samples.
-        rounds_up: whether averages that are not fixed are rounded up to whole bits. Otherwise they are rounded down.
-        unobserved: the reason why no probe can measure this forward pass's tensors: REENTRANT (they are saved in a
-            checkpoint with use_reentrant=True) or ALONE (a layer was called outside a forward pass of the model); ""
-            if a probe can measure them.
+        rounds_up: whether averages that are not fixed are rounded up, not down, to whole bits.
+        unobserved: why no probe can measure this forward pass: REENTRANT, ALONE, or "" if one can.
     """
 
     averages: Mapping[tuple[str, int], float]
@@ -207,39 +166,21 @@ class BitAssignment:
     def slot(
         self, name: tuple[str, int], average: float, is_fixed: bool, kind: str = UNIFORM
     ) -> TensorSlot:
-        """Return the slot `name`, with the average that the policy chose for the slot, else with the given average.
-
-        Args:
-            name: (the layer's name, the number of the tensor among the layer's inputs).
-            average: the layer's own average of bits per element.
-            is_fixed: whether the policy must not change the average.
-            kind: the kind of the slot's copies.
-        """
+        """Return the slot `name`, with `average` unless it is not fixed and the policy chose another one."""
         if not is_fixed:
             average = self.averages.get(name, average)
         return TensorSlot(name, average, is_fixed, self, kind=kind)
 
     def codec(self, slot: TensorSlot):
-        """Return the slot codec that saves this slot's tensors instead of the group quantizer, or None."""
+        """Return the slot codec of this slot, or None."""
         return None if slot.is_fixed else self.codecs.get(slot.name)
 
     def activation_bits(self, name: str, default: int) -> int:
-        """Return the bits that the policy chose for the few-bit activation `name`, or `default` if it chose none."""
+        """Return the bits that the policy chose for the few-bit activation `name`, else `default`."""
         return self.activations.get(name, default)
 
     def sensitivities(self, slot: TensorSlot, squares: torch.Tensor) -> torch.Tensor:
-        """Return the sensitivities of the samples, which determine the samples' bits.
-
-        Args:
-            slot: the slot of the tensor.
-            squares: (samples,) float32, for each sample the number to which the variance of rounding is proportional
-                (`quantizer_ops.squares`).
-
-        Returns:
-            (samples,) float32. If the user numbered the samples, the squares are multiplied by the samples' squared
-            gradient norms, as far as these are known. If the bits are divided among the channels of each sample, the
-            squares are multiplied by the channels' weights. Otherwise the result is `squares`.
-        """
+        """Return the sensitivities, (samples,) float32, of samples with these `squares` (`quantizer_ops.squares`)."""
         if self.numbers is None and not self.channel_weights:
             return squares
         layer, number = slot.name
@@ -254,17 +195,12 @@ class BitAssignment:
         return squares if magnitudes is None else squares * magnitudes
 
     def note_gradient(self, slot: TensorSlot, grad) -> None:
-        """Remember the squared norm of each sample's gradient, if the user numbered the samples of this forward pass.
-
-        Args:
-            slot: a slot that a layer has saved.
-            grad: the gradient of that layer's result, or None.
-        """
+        """Remember the squared norm of each numbered sample's gradient of a layer's result."""
         if self.numbers is not None and grad is not None and is_plain(grad):
             self.magnitudes.note(slot.name, self._numbers_beside(grad), grad)
 
     def _numbers_beside(self, x) -> SampleIndices:
-        """Return the numbers of the samples on x's device, copied in the current stream, which alone may use the copy."""
+        """Return the samples' rows on x's device, copied in the current stream, which alone may use the copy."""
         place = x.device, stream_of(x)
         found = self._numbers_by_stream.get(place)
         if found is None:
@@ -272,12 +208,7 @@ class BitAssignment:
         return found
 
     def samples_of(self, x, layer: str = "") -> int | None:
-        """Return the number of samples among which the bits of x are divided; None if they are not divided.
-
-        Args:
-            x: a tensor that a layer saves.
-            layer: the layer's name. If the layer is in `channels`, each channel of a sample counts as a sample.
-        """
+        """Return the number of samples, or of channels of samples, among which x's bits are divided; None if they are not."""
         if not self.samples or not x.ndim or not x.numel():
             return None
         channels = self.channels.get(layer) if self.channels else None
@@ -297,7 +228,7 @@ def _has_planes(x, channels: int) -> bool:
 
 
 def batch_size(inputs) -> int | None:
-    """Return the size of dimension 0 of the first tensor among a model's inputs, or None if there is no such tensor."""
+    """Return the size of dimension 0 of the first tensor among a model's inputs; None if there is none."""
     for value in inputs:
         if isinstance(value, torch.Tensor) and value.dim():
             return len(value)

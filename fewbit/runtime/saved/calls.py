@@ -12,26 +12,13 @@ from fewbit.runtime.saved.forward import Forward, running
 
 
 class CallGuard:
-    """Runs the calls of the modules of one model, each as a part of a forward pass of the model.
-
-    Args:
-        context: the model's `ForwardContext`, the state that the model's layers share.
-    """
+    """Runs the calls of one model's modules, each as a part of a forward pass of the model."""
 
     def __init__(self, context: ForwardContext):
         self.context = context
 
     def call(self, module, function, args=(), kwargs=None):
-        """Return function(*args, **kwargs), run as a part of a forward pass of this model.
-
-        The outermost call is the whole forward pass. When a call returns or raises, the previous state is restored.
-
-        Args:
-            module: the module that is called.
-            function: the function that runs the module.
-            args: the arguments of the call.
-            kwargs: the keyword arguments of the call, or None.
-        """
+        """Return function(*args, **kwargs), run as a call of `module`. The outermost call is the whole forward pass."""
         forward = running.forward
         if forward is None or forward.context is not self.context:
             forward = self.context.running()
@@ -40,7 +27,6 @@ class CallGuard:
         return self._inner(forward, module, function, args, kwargs or {})
 
     def _inner(self, forward: Forward, module, function, args, kwargs):
-        """Run a call within the call of another module of the model."""
         before, modes = (running.forward, forward.module, forward.hook), bypass.stack.modes
         compressor = self.context.compressor
         start = 0 if compressor is None else next_sequence_number()
@@ -57,7 +43,6 @@ class CallGuard:
             bypass.stack.modes = modes
 
     def _outermost(self, module, function, args, kwargs):
-        """Run a call that is a forward pass of the model."""
         context, outer, modes = self.context, running.forward, bypass.stack.modes
         has_grad = torch.is_grad_enabled()
         compressor, start = context.compressor, 0

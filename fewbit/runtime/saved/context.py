@@ -1,9 +1,4 @@
-"""The context of a model: the object that gives the model's layers bits, seeds and shared copies in each forward pass.
-
-A *copy* is the quantized form of a tensor that layers save. The outermost call of one of the model's modules is a forward
-pass (`calls.py`). A *region* is a part of a forward pass that `torch.utils.checkpoint` recomputes, that is, runs again in
-the backward pass. A *probe* measures a forward pass for the policy, which chooses bits.
-"""
+"""The context of a model: the object that gives the model's layers bits, seeds and shared copies in each forward pass."""
 
 from __future__ import annotations
 
@@ -28,7 +23,7 @@ from fewbit.runtime.saved.forward import NO_GROUPS, Forward, RunOfRegion, Saving
 from fewbit.runtime.saved.seeds import generator_hash, mixed, purpose
 
 MOST_CONSUMERS = 4096
-"""The largest number of remembered pairs of an activation and its consumer."""
+"""The largest number of remembered consumers."""
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -36,9 +31,7 @@ top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 def measuring(observation=None):
     """Return a context manager in whose block forward passes of this thread do not count as steps of training.
 
-    Args:
-        observation: the probe that measures these forward passes, or None. If `measuring` blocks are nested, only the
-            probe of the outermost block is used.
+    `observation` is the probe that measures them; of nested blocks, the outermost one's is used.
     """
     before = running.measured
     try:
@@ -49,27 +42,27 @@ def measuring(observation=None):
 
 
 def is_measuring() -> bool:
-    """Return whether this thread is within a `measuring` block."""
+    """Return whether this thread is in a `measuring` block."""
     return bool(running.measured)
 
 
 class ForwardContext:
-    """The state that the layers of one converted model share with each other, but not with other models.
+    """The state that the layers of one converted model share.
 
-    A deep copy or an unpickled context is constructed anew with the same arguments. Other state is not copied.
+    A deep copy or an unpickled context is constructed anew with the same arguments.
 
     Args:
         contexts: context managers that are entered around each forward pass in training, in this order.
         policy: the `BitPolicy` that chooses the bits of each forward pass; None if all bits are fixed.
-        is_private: whether the context belongs to one pre-activation block (a norm, an activation and a linear layer or
-            convolution that share a copy) and not to a model.
+        is_private: whether the context belongs to one pre-activation block and not to a model.
         compressor: the `GraphCompressor` that compresses what torch's operations save, or None.
 
     Attributes:
         salt: up to 16 bytes; another salt gives other seeds if all else is equal.
         is_distributed: whether several processes may train the model.
         has_fixed_point: whether a norm has ever shared a fixed-point copy.
-        consumers: {(number, input shape, input dtype) of an activation: quantizer of its consumer}, from earlier forward passes.
+        consumers: {(number, input shape, input dtype) of an activation: quantizer of its consumer}, from earlier
+            forward passes.
     """
 
     def __init__(self, contexts=(), policy=None, is_private=False, compressor=None):
@@ -95,12 +88,7 @@ class ForwardContext:
     # -- Forward passes ----------------------------------------------------------------------------------
 
     def begin(self, module, inputs) -> Forward:
-        """Return a forward pass that begins now. In a recomputation, it has the bits and seeds of the recomputed one.
-
-        Args:
-            module: the module whose call is the forward pass.
-            inputs: the call's arguments.
-        """
+        """Return a forward pass that begins now. In a recomputation, it has the bits and seeds of the recomputed one."""
         outer = running.forward
         if in_backward():
             found = self._recorded() or self._unknown(inputs)
@@ -127,7 +115,7 @@ class ForwardContext:
         return Forward(self, module, outer, True, assignment, self._start(groups), groups)
 
     def begin_without_gradients(self, module) -> Forward:
-        """Return a forward pass that begins with gradients disabled. It has no bits until a layer saves a tensor."""
+        """Return a forward pass with gradients disabled. It has no bits until a layer saves a tensor."""
         return Forward(self, module, running.forward, False, None, None, self._groups, False)
 
     def _start(self, groups) -> int | None:
@@ -145,7 +133,7 @@ class ForwardContext:
 
     @property
     def shares_results(self) -> bool:
-        """True if layers compute results of earlier layers again from the copies of other layers."""
+        """See `BitPolicy.shares_results`."""
         return self.policy is None or self.policy.shares_results
 
     @contextmanager
@@ -166,8 +154,9 @@ class ForwardContext:
     def saving(self, x: torch.Tensor) -> Saving:
         """Return what a layer needs to save x now.
 
-        A layer that is called outside a forward pass of the model gets bits for this tensor alone. Within a recomputed region,
-        the result has the bits and seeds of the region's first run, so that both runs save the same copies.
+        Outside a forward pass of the model, x gets bits for itself alone. Both runs of a region get the same bits and
+        seeds, so
+        that they save the same copies.
         """
         forward = running.forward
         if forward is not None and forward.context is self and top_hooks(False) is None:
@@ -211,7 +200,7 @@ class ForwardContext:
         return entry
 
     def _recorded(self) -> Saving | None:
-        """Return what the first run of the region had that this thread recomputes, or None if no region is known."""
+        """Return what the first run of the region had that this thread recomputes; None if no region is known."""
         hook = checkpoint_hook()
         region = region_of(hook)
         entry = None if region is None else self._regions.get(region)
@@ -224,11 +213,9 @@ class ForwardContext:
     def join_region(self, forward: Forward, is_whole: bool = False) -> None:
         """Record the region within which a call of a module begins, if there is one.
 
-        Layers in a region with `use_reentrant=True` save tensors only when the region is recomputed.
-
-        Args:
-            forward: the forward pass.
-            is_whole: whether the call is the whole forward pass.
+        Layers in a region with `use_reentrant=True` save tensors only when the region is recomputed. `is_whole` says
+        whether the
+        call is the whole forward pass.
         """
         if forward.hook is not None:
             region = region_of(forward.hook)
@@ -255,11 +242,7 @@ class ForwardContext:
         return region in self._whole
 
     def _contains(self, forward) -> bool:
-        """Return whether the running region contains the whole forward pass.
-
-        In a recomputation, the answer is that of the region's first run. The recomputation alone cannot tell: if a region
-        contains only a part of a forward pass, the outermost call in the recomputation was inside another call in the first run.
-        """
+        """Return whether the running region contains the whole forward pass, in a recomputation by what its first run recorded."""
         region = region_of(forward.hook)
         if region is not None and not in_backward():
             self._whole.add(region)
@@ -278,7 +261,7 @@ class ForwardContext:
         return found
 
     def _unobserved(self, reason: str, inputs=()) -> BitAssignment | None:
-        """Return an assignment for the tensors of a forward that no probe measures, for the given reason."""
+        """Return an assignment for a forward pass that no probe measures, for the given reason."""
         if self.policy is None:
             return None
         assignment = self.policy.assign(inputs)
@@ -286,13 +269,7 @@ class ForwardContext:
         return assignment
 
     def activation_bits(self, name: str, bits: int, x) -> int:
-        """Return the bits that the policy chose for an activation in this forward pass, or `bits` if it chose none.
-
-        Args:
-            name: the name of the few-bit activation.
-            bits: the activation's own bits.
-            x: the activation's input.
-        """
+        """Return the bits that the policy chose for the activation `name` in this forward pass, else `bits`."""
         if self.policy is None or not x.requires_grad or not torch.is_grad_enabled():
             return bits
         if torch._C._functorch.maybe_current_level() is not None:
@@ -301,10 +278,10 @@ class ForwardContext:
         return bits if assignment is None else assignment.activation_bits(name, bits)
 
     def observed_activation(self, function: str, parameters: tuple) -> tuple | None:
-        """Return (name, function, parameters) of the running activation, or None if no probe measures this forward.
+        """Return (name, function, parameters) of the running activation; None if no probe measures this forward.
 
-        The name is the path of the activation module. If another module calls the activation as a function, the name is
-        "path of the module:function".
+        The name is the path of the activation module, or "path of the module:function" if another module calls the
+        function.
         """
         forward = self.running()
         if forward is None or forward.assignment is None or forward.assignment.probe is None:
@@ -317,7 +294,7 @@ class ForwardContext:
     # -- Consumers of activations ------------------------------------------------------------------------
 
     def add_consumer(self, result, quantizer) -> None:
-        """Remember that a layer with this quantizer saves the result of an activation, a `sharing.Result`."""
+        """Remember that a layer with this quantizer saves the result of an activation, an `ActivationResult`."""
         result.is_used = True
         if len(self.consumers) >= MOST_CONSUMERS:
             self.consumers.clear()  # so many pairs arise if the inputs' shapes change all the time
@@ -344,7 +321,6 @@ class _Region:
         self.start = start
 
     def run(self) -> RunOfRegion:
-        """Return what layers need in a run of the region."""
         return RunOfRegion(self.assignment, self.start, self.groups)
 
     def run_again(self, task: int) -> RunOfRegion:
@@ -373,7 +349,6 @@ class _Local(threading.local):
             self.latest = weakref.ref(run)
 
     def forget_runs(self) -> None:
-        """Drop the copies of the latest run of a region."""
         if self.latest is not None:
             latest = self.latest()
             if latest is not None:
@@ -396,7 +371,7 @@ def current() -> ForwardContext | None:
 
 
 def contexts_of(model: nn.Module) -> Iterator[ForwardContext]:
-    """Yield the context of every module whose calls run within a `CallGuard`. A context may be yielded repeatedly."""
+    """Yield the context of every module whose calls run within a `CallGuard`, repeatedly if modules share it."""
     for module in model.modules():
         guard = vars(module).get(GUARD)
         if isinstance(module, TrackedModule) and guard is not None:

@@ -1,8 +1,4 @@
-"""What is true for one forward pass of a converted model: bits, seeds, and the copies that layers share.
-
-A *copy* is the quantized form of a tensor that layers save. A *region* is a part of a forward pass that
-`torch.utils.checkpoint` runs again in the backward pass.
-"""
+"""What is true for one forward pass of a converted model: bits, seeds, and the copies that layers share."""
 
 from __future__ import annotations
 
@@ -27,18 +23,19 @@ NO_GROUPS = ProcessGroups()
 
 
 class Saving:
-    """What a layer needs to save a tensor: the bits, the seeds and the copies of a forward pass, or of one run of a region.
+    """What a layer needs to save a tensor in a forward pass, or in one run of a region.
 
     Args:
         assignment: the bits of all tensors; None if they are fixed.
         start: a hash that no other forward pass has; None if seeds are drawn from torch's generator.
-        groups: the processes that run the forward pass. Those with different inputs have different `start`. Those of tensor
-            parallelism get the same seeds, because they must round replicated tensors alike.
+        groups: the processes that run the forward pass. Those of tensor parallelism get the same seeds, because they
+            must
+            round replicated tensors alike; others have different `start`.
         shares: whether layers share copies.
         part: 0 in a forward pass, and 1, 2 ... when parts of it run again.
 
     Attributes:
-        shared: the shared copies, `SharedCopies`; None if layers share none.
+        shared: `SharedCopies`; None if layers share none.
         has_saved: whether a layer has saved a tensor.
     """
 
@@ -65,17 +62,12 @@ class Saving:
         self._counts, self._agreed = {}, None
 
     def seed(self, x: torch.Tensor, purpose: int) -> int | torch.Tensor:
-        """Return a seed from which x is rounded. Each call with the same purpose returns another seed.
+        """Return a seed from which x is rounded, another one in each call with the same `purpose` (`seeds.purpose`).
 
-        The order in which tensors are quantized does not matter, and nothing is drawn from torch's generator. So dropout draws
-        the same numbers as without fewbit, and a region gets the same seeds when it runs again.
-
-        Args:
-            x: the tensor.
-            purpose: a hash of what the seed is for, as `seeds.purpose` returns it.
-
-        Returns:
-            An int that fits into int64. In a process of tensor parallelism and in a CUDA graph, (1,) int64 on x's device.
+        Nothing is drawn from torch's generator, so dropout draws the same numbers as without fewbit, and a region gets
+        the same
+        seeds when it runs again. The seed is an int64, as (1,) int64 on x's device in a CUDA graph or with tensor
+        parallelism.
         """
         self.has_saved = True
         counts = self._counts
@@ -90,7 +82,7 @@ class Saving:
         return (z ^ z >> 31) - 2**63
 
     def seed_of(self, x: torch.Tensor, purpose: int, count: int = 0) -> int | torch.Tensor:
-        """Return the seed from which x is rounded for a purpose, the same in each call; see `seed`."""
+        """Return the seed for a purpose and a count, the same in each call; see `seed`."""
         if self.start is None:
             return library.new_seed(x)
         if shards.running.place:
@@ -111,7 +103,7 @@ class Saving:
         self._counts = other._counts
 
     def _agreed_number(self, device) -> torch.Tensor:
-        """Return a number that the first process of each tensor-parallel group has drawn, (1,) int64 on the device."""
+        """Return a number that the first process of each tensor-parallel group has drawn, (1,) int64."""
         self._agreed = self._agreed or {}
         if device not in self._agreed:
             number = torch.full((1,), self.start - 2**63, dtype=torch.int64, device=device)
@@ -128,7 +120,7 @@ def purpose_of_shard(shard: tuple) -> int:
 
 
 class RunOfRegion(Saving):
-    """What a layer needs to save a tensor in one run of a region. Both runs of a region save the same copies."""
+    """What a layer needs to save a tensor in one run of a region. Both runs save the same copies."""
 
     __slots__ = ()
     is_region = True
@@ -140,7 +132,7 @@ class Forward(Saving):
     Args:
         context: the model's `ForwardContext`.
         module: the module whose call is the forward pass.
-        outer: the forward pass, of another model, within which this one runs; or None.
+        outer: the forward pass of another model within which this one runs, or None.
         assignment, start, groups, shares, part: as in `Saving`.
 
     Attributes:
@@ -174,20 +166,15 @@ class Forward(Saving):
         return vars(self.module).get(PATH, "")
 
     def recomputes_alike(self) -> bool:
-        """Return whether the code that runs now would run within a call of this model again if it is recomputed.
+        """Return whether a recomputation would run the present code within a call of this model again.
 
-        The answer is yes if no region runs, or if the innermost call began inside the region, so that the whole call is
-        recomputed. The answer is no if the region began inside the call.
+        That is so if no region runs, or if the innermost call began inside the region.
         """
         hook = checkpoint_hook()
         return hook is None or self.hook is hook
 
     def compresses_functions(self) -> bool:
-        """Return whether to compress the functions that the running module calls now.
-
-        They are compressed if the module is in training mode, and if a recomputation would compress them again
-        (`recomputes_alike`).
-        """
+        """Return whether to compress functions that the running module calls: in training, if they `recomputes_alike`."""
         return self.module.training and self.recomputes_alike()
 
 

@@ -1,10 +1,9 @@
 """Move saved tensors to the host between the forward and the backward pass (ActNN's level L4, section 5.2).
 
-Layers mark the tensors that they make for the backward pass. Within an `Offload`, hooks on saved tensors replace a
-marked tensor by a *handle*, and the tensor's bytes are copied to the host while the forward pass continues. Here a
-*copy* is such a copy of bytes on the host. The backward pass turns handles into tensors again, in the reverse order.
-When the backward pass asks for the tensors of one layer, `Offload` starts to copy the tensors of the next layers back
-to the device.
+Within an `Offload`, hooks on saved tensors replace a tensor that a layer has marked by a *handle*, and its bytes are
+copied to the host. Here a *copy* is such a copy of bytes, and a layer all tensors saved between two calls of `mark`;
+the
+backward pass takes layers in the reverse order, and starts to copy the next ones back in advance.
 """
 
 from __future__ import annotations
@@ -25,18 +24,15 @@ from fewbit.runtime.interop.saved_tensor_hooks import take_off_hooks
 from fewbit.runtime.saved.transfers import CudaTransfers, OnDevice
 
 LEAST_BYTES = 64 * 1024
-"""The size in bytes of the smallest storage that is moved, unless the user gives another size."""
+"""The default of `Offload`'s `least`."""
 AHEAD = 2
-"""The number of layers whose tensors are copied at the same time, unless the user gives another number."""
+"""The default of `Offload`'s `ahead`."""
 TRANSFERS = {"cuda": CudaTransfers}
 """{device type: class that copies bytes between device and host}. Tensors on other devices are not moved."""
 
 
 class _RunningOffloads(threading.local):
-    """The `Offload` blocks that this thread is in, innermost last.
-
-    Each is a pair (Offload, _Forward). The _Forward is None if the block moves nothing.
-    """
+    """The pairs (Offload, _Forward) that this thread is in, innermost last. A block that moves nothing has no _Forward."""
 
     def __init__(self):
         self.entered = []
@@ -57,7 +53,7 @@ def mark(*tensors: torch.Tensor) -> None:
 
 
 def is_active() -> bool:
-    """Return whether this thread is within an `Offload` that moves marked tensors to the host."""
+    """Return whether this thread is within an `Offload` that moves marked tensors."""
     return running.forward() is not None
 
 
@@ -69,10 +65,9 @@ class Offload:
 
     Args:
         least: the size in bytes of the smallest storage that is moved.
-        ahead: the number of layers whose tensors are copied at the same time. In the forward pass, the tensors of the
-            latest `ahead` layers may still be on the device. The tensors of the last `ahead` layers stay on the device,
-            because the backward pass begins with these layers. In the backward pass, the tensors of the next `ahead`
-            layers are copied back in advance.
+        ahead: the number of layers whose tensors are copied at the same time. The tensors of the last `ahead` layers
+            stay on
+            the device, and those of the next `ahead` layers are copied back in advance.
         transfers: {device type: class that copies to and from the host}. The default is `TRANSFERS`.
 
     Raises:
@@ -112,8 +107,9 @@ class Offload:
     def one_layer(self, tensors: list[torch.Tensor]):
         """Return a context manager that moves these tensors to the host if autograd saves them within the block.
 
-        The tensors are one more layer of the thread's forward pass, whose other layers come from other blocks. A new
-        forward pass begins if the graph of the latest layer no longer exists, or if its backward pass has begun.
+        They are one more layer of the thread's forward pass, whose other layers come from other blocks. A new forward
+        pass
+        begins if the graph of the latest layer no longer exists, or if its backward pass has begun.
         """
         forward = getattr(self._local, "forward", None)
         if forward is None or forward.is_over():
@@ -147,7 +143,7 @@ class Offload:
             forward.end()
 
     def transfers_of(self, device: torch.device):
-        """Return the object that copies bytes between this device and the host; None if tensors stay on the device."""
+        """Return the object that copies between this device and the host; None if tensors stay on the device."""
         kind = self._kinds.get(device.type)
         if kind is None:
             return None
@@ -157,15 +153,7 @@ class Offload:
             return self._transfers[device]
 
     def send(self, transfers, source: torch.Tensor) -> tuple[_Copy, OnDevice]:
-        """Start to copy bytes to the host.
-
-        Args:
-            transfers: the object that copies, as `transfers_of` returned it.
-            source: the bytes on the device, uint8.
-
-        Returns:
-            The copy on the host, and the `OnDevice` that keeps the bytes on the device until the copy is complete.
-        """
+        """Start to copy bytes, uint8, to the host. Return the copy, and what keeps the bytes on the device until it is complete."""
         host, event = transfers.to_host(source)
         copy = _Copy(host)
         self._on_host.add(copy)
@@ -173,13 +161,13 @@ class Offload:
         return copy, OnDevice(transfers, source, event)
 
     def fetch(self, transfers, copy: _Copy) -> OnDevice:
-        """Start to copy the bytes of `copy` back to the device. Return the `OnDevice` that holds the bytes there."""
+        """Start to copy the bytes of `copy` back to the device."""
         self.bytes_back += len(copy.host)
         return OnDevice(transfers, *transfers.to_device(copy.host))
 
 
 class _Forward:
-    """One forward within an Offload: the marked storages, and for each device a lane, the list of its saved tensors."""
+    """One forward within an Offload: the marked storages, and a lane for each device."""
 
     def __init__(self, offload: Offload):
         self._offload = offload
@@ -233,12 +221,7 @@ class _Forward:
 
 
 class _Marked:
-    """A marked storage, and a weak reference to the storage's copy on the host.
-
-    Attributes:
-        storage: a weak reference to the storage.
-        copy: a weak reference to the `_Copy`. A call returns None if no copy has been made or the copy is gone.
-    """
+    """A marked storage, and its copy on the host, both as weak references."""
 
     def __init__(self, storage):
         self.storage = StorageWeakRef(storage)
@@ -246,11 +229,7 @@ class _Marked:
 
 
 class _Lane:
-    """The tensors that one forward has saved on one device, layer by layer.
-
-    Here a layer consists of all tensors that are saved between one call of `mark` and the next. The backward pass needs
-    the layers in reverse order, because autograd runs nodes in the reverse of the order in which the nodes were made.
-    """
+    """The tensors that one forward has saved on one device, layer by layer."""
 
     def __init__(self, offload: Offload, transfers):
         self.transfers = transfers
@@ -296,10 +275,7 @@ class _Lane:
     # -- Backward ----------------------------------------------------------------------------------------
 
     def restore(self, handle: _Handle) -> torch.Tensor:
-        """Return the bytes of a handle on the device, and start to copy back the layers that backward needs next.
-
-        The bytes can be used by work that the current stream gets from now on.
-        """
+        """Return the bytes of a handle on the device for the current stream, and start to copy back the next layers."""
         with self._lock:
             if self._leaving:  # those of `one_layer`, whose forward pass ends unannounced
                 self.end()
@@ -368,24 +344,20 @@ class _Handle:
         self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor on the device. Work that the current stream gets from now on can use it."""
+        """Return the tensor on the device, for work that the current stream gets from now on."""
         memory = self.lane.restore(self)
         view = torch.empty(0, dtype=self._dtype, device=memory.device)
         return view.set_(memory.untyped_storage(), *self._place)
 
 
 class _Stayed(NamedTuple):
-    """A saved tensor that is not moved.
-
-    The tensor is detached, because otherwise the autograd node that made the tensor could hold itself alive. The
-    version is checked here, because autograd does not check versions of tensors that went through hooks.
-    """
+    """A saved tensor that is not moved: detached, because else its own autograd node could hold itself alive."""
 
     tensor: torch.Tensor
     version: int
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor. Raise RuntimeError, as torch does, if the tensor was changed in place since."""
+        """Return the tensor. Raise RuntimeError if it was changed in place, which autograd does not check after hooks."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
@@ -396,14 +368,12 @@ class _Stayed(NamedTuple):
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all bytes of a tensor's storage."""
     storage = tensor.untyped_storage()
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _alive(references) -> list[_Handle]:
-    """Return the handles to which these weak references refer, without those that no longer exist."""
     return [handle for reference in references if (handle := reference()) is not None]
 
 
@@ -421,7 +391,7 @@ def _unpack(packed):
 
 
 def _hooks() -> tuple:
-    """Return the pack hook and the unpack hook, disabled for torch.compile if torch._dynamo is imported."""
+    """Return the pack and the unpack hook, disabled for torch.compile if torch._dynamo is imported."""
     return _uncompiled() if "torch._dynamo" in sys.modules else (_pack, _unpack)
 
 

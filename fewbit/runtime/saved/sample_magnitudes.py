@@ -1,9 +1,6 @@
 """The squared norm of each sample's gradient when the sample was last seen (ActNN, section 4.2).
 
-Rounding a sample matters more if the gradient of the sample is large. The forward pass does not know the gradient, but
-the gradient of the same sample in the last epoch is a good guess. If the user numbers the samples of the data set,
-samples for which this guess is larger get more bits. A *slot* is one tensor that a layer saves in every forward pass.
-Its name is (the layer's name, the number of the tensor among the layer's inputs).
+It is a guess of the gradient that the forward pass does not know yet. Samples for which it is larger get more bits.
 """
 
 from __future__ import annotations
@@ -22,12 +19,7 @@ from fewbit.text import printable
 
 @dataclass(frozen=True)
 class SampleIndices:
-    """The rows that the samples of one forward pass have in the tables of `GradientMagnitudes`.
-
-    Args:
-        indices: (N,) int64, the row of each sample.
-        size: the number of rows of a table.
-    """
+    """The rows, (N,) int64, that the samples of one forward pass have in tables of `size` rows."""
 
     indices: torch.Tensor
     size: int
@@ -36,7 +28,7 @@ class SampleIndices:
         return len(self.indices)
 
     def to(self, device) -> SampleIndices:
-        """Return a copy of the rows on the given device."""
+        """Return the rows on a device."""
         return SampleIndices(self.indices.to(device, non_blocking=True), self.size)
 
 
@@ -47,14 +39,7 @@ class SampleNumbering:
         self._of: dict[int, int] = {}
 
     def of(self, numbers) -> SampleIndices:
-        """Return the rows of the samples that have these numbers, on the CPU. New numbers get new rows.
-
-        Args:
-            numbers: (N,) integers on the CPU, one for each sample.
-
-        Raises:
-            InputError: `numbers` is anything else.
-        """
+        """Return the rows of the samples with these numbers, (N,) integers on the CPU. For anything else, raise InputError."""
         try:
             is_tensor = isinstance(numbers, torch.Tensor)
             found = numbers if is_tensor else torch.as_tensor(numbers, device="cpu")
@@ -90,7 +75,7 @@ class SampleNumbering:
 
 
 class GradientMagnitudes:
-    """The squared norms of samples' gradients. There is a table for each slot. A table has a row for each sample."""
+    """The squared norms of samples' gradients: a table for each slot, with a row for each sample."""
 
     def __init__(self):
         self._tables: dict[tuple, torch.Tensor] = {}  # float32; NaN: the sample was not seen
@@ -103,13 +88,9 @@ class GradientMagnitudes:
         return bool(self._tables)
 
     def of(self, name: tuple, numbers: SampleIndices) -> torch.Tensor | None:
-        """Return the squared gradient norms of the samples, divided by the mean of these norms, (N,) float32.
+        """Return the samples' squared gradient norms, divided by their mean, (N,) float32; 1 for a sample not seen before.
 
-        A sample that was not seen before gets 1. Returns None if no gradient was recorded for the slot `name`.
-
-        Args:
-            name: the slot's name.
-            numbers: the rows of the samples in the table.
+        Returns None if no gradient was recorded for the slot `name`.
         """
         if name not in self._tables:
             return None
@@ -117,15 +98,7 @@ class GradientMagnitudes:
         return (known / known.nanmean()).nan_to_num(1.0, 1.0, 1.0)
 
     def note(self, name: tuple, numbers: SampleIndices, grad: torch.Tensor) -> None:
-        """Record the squared norms of samples' gradients for a slot.
-
-        Gradients that are not finite are ignored. They occur if a gradient scaler has scaled the loss too much.
-
-        Args:
-            name: the slot's name.
-            numbers: the rows of the samples in the table.
-            grad: the gradient of the layer's result, with samples along dimension 0.
-        """
+        """Record the squared norms of samples' gradients for a slot, except those that are not finite."""
         count = len(numbers)
         if not count or not grad.numel() or not grad.dim() or len(grad) % count:
             return
@@ -186,7 +159,6 @@ class GradientMagnitudes:
 
 
 def _is_vector(value) -> bool:
-    """Return whether a value is an ordinary 1-D tensor on the CPU, as the entries of a state are."""
     return (
         is_plain(value)
         and value.layout == torch.strided

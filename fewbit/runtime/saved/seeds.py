@@ -11,22 +11,17 @@ from fewbit.runtime.interop.checkpoint import outside_dispatch_modes
 
 MASK = 2**64 - 1
 STEP = 0x9E3779B97F4A7C15
-"""An odd number, so that the multiples of it that fit into 64 bits are all different."""
+"""An odd number, so that its multiples are all different in 64 bits."""
 
 
 @lru_cache(maxsize=2**14)
 def purpose(*values) -> int:
-    """Return a hash, 64 bits, of values that say what a seed is for, such as the name of a layer. Their repr is hashed."""
+    """Return a 64-bit hash of the repr of values that say what a seed is for, such as the name of a layer."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest())
 
 
 def generator_hash(salt: bytes = b"", ranks: tuple[int, ...] = ()) -> int:
-    """Return a hash, 64 bits, of the state of torch's CPU generator, from which nothing is drawn.
-
-    Args:
-        salt: up to 16 bytes, which are hashed too. Different salts give unrelated hashes.
-        ranks: the ranks of this process among processes that get different inputs, which are hashed too.
-    """
+    """Return a 64-bit hash of torch's CPU generator, from which nothing is drawn, of up to 16 bytes of salt, and of ranks."""
     if torch._C._functorch.maybe_current_level() is not None or torch._C._is_tracing():
         state = b""  # transforms and tracers cannot read it, and save nothing that is rounded
     elif torch._C._len_torch_dispatch_stack():
@@ -39,13 +34,7 @@ def generator_hash(salt: bytes = b"", ranks: tuple[int, ...] = ()) -> int:
 
 
 def mixed(start: int, purpose: int, count: int) -> int:
-    """Return a seed, which fits into int64 (SplitMix64, Steele, Lea and Flood, OOPSLA 2014).
-
-    Args:
-        start: a hash of what all seeds of a forward pass depend on.
-        purpose: a hash of what the seed is for.
-        count: how many seeds for this purpose there were before.
-    """
+    """Return an int64 seed from two hashes and a counter (SplitMix64, Steele, Lea and Flood, OOPSLA 2014)."""
     z = start + purpose + count * STEP & MASK
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
     z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK

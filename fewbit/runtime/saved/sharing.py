@@ -1,21 +1,10 @@
 """The quantized copies that the layers of one model share during a forward pass.
 
-A *copy* is the quantized form of a tensor, which a layer saves for the backward pass. If several layers save the same
-tensor, such as the input of the projections q, k and v or of a residual branch, the tensor is quantized once. A copy is
-found by the tensor's storage, place in the storage, and version. torch increases the version with every in-place
-change, so a changed tensor does not get an old copy. A weak reference to the storage lets its memory be freed, but no other
-storage object gets the same address while the reference exists. Writes through `x.data` do not change the version
-(`SharedCopies.stop_sharing`). A copy is shared only by layers that run in the CUDA stream in which the copy was made: another
-stream could read the copy too early, and torch could reuse the copy's memory too early.
-
-A layer that saves an activation's result is called the *consumer* of the activation. Once a consumer is known, the activation
-makes the copy for the consumer in later forward passes, because one pass over memory can compute the result, the activation's
-own codes and the copy.
-
-A ReLU saves a 1-bit code for each element, and the codes say where its result is 0. Such codes are a *mask*. A layer after the
-ReLU uses the mask to restore the zeros in its own copy of the result.
-
-A *fixed-point copy* is a copy that a norm makes for itself and for the layers after it (`quantizers/preactivation.py`).
+A copy is found by the saved tensor's storage, place in the storage, and version, and by the CUDA stream in which it was
+made, because another stream could read it too early. The *consumer* of an activation is the layer that saves its
+result;
+once it is known, the activation makes the copy for it, in one pass over memory. A *mask* is the 1-bit codes of a ReLU,
+which say where its result is 0, so that a layer after the ReLU restores the zeros in its own copy.
 """
 
 from __future__ import annotations
@@ -30,21 +19,16 @@ from fewbit.runtime.interop.cuda_streams import stream_of
 from fewbit.runtime.saved import offload
 
 FIXED_POINT = "pre-activation"
-"""The key of fixed-point copies; other copies have a `Quantizer.key`."""
+"""The key of fixed-point copies (`quantizers/preactivation.py`)."""
 _SOFTMAX = "softmax"
 """The first part of the keys of results of softmax."""
 _storages = torch.UntypedStorage
 
 
 def place_of(x: torch.Tensor, changes: int = 0) -> tuple | None:
-    """Return a tuple that identifies a tensor with its present content, and the current stream.
+    """Return what identifies a tensor with its present content, and the current stream; None if x is an inference tensor.
 
-    Args:
-        x: the tensor.
-        changes: the number of in-place changes of x that its version does not count yet.
-
-    Returns:
-        The tuple; None if x is an inference tensor, which has no version.
+    `changes` is the number of in-place changes of x that its version does not count yet.
     """
     try:
         version = x._version + changes
@@ -56,7 +40,7 @@ def place_of(x: torch.Tensor, changes: int = 0) -> tuple | None:
 
 
 def memory_of(x: torch.Tensor, changes: int = 0) -> tuple | None:
-    """Return a tuple that identifies the content of a dense tensor, whatever its shape; see `place_of`."""
+    """Return what identifies the content of a dense tensor, whatever its shape; see `place_of`."""
     try:
         version = x._version + changes
     except RuntimeError:
@@ -66,11 +50,13 @@ def memory_of(x: torch.Tensor, changes: int = 0) -> tuple | None:
 
 
 class SharedCopies:
-    """The copies that the layers of one model have made in a forward pass, or in one run of a checkpointed region.
+    """The copies that the layers of one model have made in a forward pass, or in one run of a region.
+
+    In all methods, `place` is `place_of` the tensor, and `key` the `Quantizer.key` of the layer.
 
     Attributes:
-        copies: {place of a tensor: {settings: copy}}.
-        keys: the settings of all copies other than fixed-point ones.
+        copies: {place of a tensor: {key: copy}}.
+        keys: the keys of all copies other than fixed-point ones.
         results: {place of an activation's result: `ActivationResult`}, in the order of the activations.
         masks: {memory of a ReLU's result: its mask}.
     """
@@ -92,15 +78,7 @@ class SharedCopies:
     # -- Copies ------------------------------------------------------------------------------------------
 
     def get(self, place: tuple, key):
-        """Return the copy of a tensor that `put` received with this key, or None.
-
-        Args:
-            place: `place_of` the tensor. Its memory, shape, strides, dtype and version must be the same.
-            key: the settings of the copy: `Quantizer.key` of the layer that looks for the copy.
-
-        Returns:
-            The copy (`SavedTensors`) or None.
-        """
+        """Return the copy of a tensor, `SavedTensors`, or None."""
         if place not in self.copies or place[0] in self._exposed:
             return None
         copies = self.copies[place]
@@ -110,18 +88,13 @@ class SharedCopies:
         return found
 
     def entries(self, place: tuple | None) -> dict:
-        """Return {settings: copy} of a tensor, with the copies as `put` received them; {} if there is none."""
+        """Return {key: copy} of a tensor, with the copies as `put` received them."""
         if place not in self.copies or place[0] in self._exposed:
             return {}
         return self.copies[place]
 
     def with_more_bits(self, place: tuple, key: tuple):
-        """Return a copy that differs from those of a layer only in that it has more bits, as overrides may give; or None.
-
-        Args:
-            place: `place_of` the tensor.
-            key: `Quantizer.key` of the layer.
-        """
+        """Return a copy that differs from those of a layer only in that it has more bits, as overrides may give; or None."""
         bits, *others = key
         for more, *of_other in sorted(self.copies.get(place, ()), key=str):
             if bits is not None and more is not None and more > bits and of_other == others:
@@ -131,14 +104,9 @@ class SharedCopies:
         return None
 
     def put(self, x: torch.Tensor, place: tuple | None, key, saved) -> None:
-        """Add a copy of a tensor, for later layers that save the tensor and whose quantizer has the same settings.
+        """Add a copy of a tensor; without a place, it is not shared.
 
-        Args:
-            x: the tensor.
-            place: `place_of` the tensor. If it is None, the copy is not shared.
-            key: the settings of the copy: `Quantizer.key` of the layer that made the copy.
-            saved: the copy, `SavedTensors`; or a function, which is called if a layer looks for the copy, and returns the
-                copy or None.
+        `saved` may also be a function that returns the copy or None, called if a layer looks for it.
         """
         if place is None:
             return
@@ -155,7 +123,7 @@ class SharedCopies:
             self.keys.add(key)
 
     def clear(self) -> None:
-        """Drop all copies and masks."""
+        """Drop everything."""
         self.copies.clear()
         self.masks.clear()
 
@@ -187,12 +155,7 @@ class SharedCopies:
     # -- Fixed-point copies, and results of softmax --------------------------------------------------------
 
     def get_softmax(self, x, key=None):
-        """Return a copy of x if x is a result of softmax, or a contiguous view of all its elements; else None.
-
-        Args:
-            x: the tensor.
-            key: the settings that the copy must have; None for any settings.
-        """
+        """Return a copy of x if x is a result of softmax, or a contiguous view of all of it; else None. Any key will do for None."""
         if not self.copies or not x.is_contiguous():
             return None
         memory = memory_of(x)
@@ -203,13 +166,7 @@ class SharedCopies:
         return saved.viewed(tuple(x.shape)) if key in (None, settings) else None
 
     def put_softmax(self, y, key, saved) -> None:
-        """Add the copy that softmax saves of its result y, for products whose factor is y or a view of all of y.
-
-        Args:
-            y: the result.
-            key: the settings of the copy: `Quantizer.key`.
-            saved: the copy, `SavedTensors`.
-        """
+        """Add the copy that softmax saves of its result y, for products whose factor is y or a view of all of y."""
         memory = memory_of(y)
         if memory is not None and y.is_contiguous():
             self._hold(y, memory)
@@ -219,17 +176,11 @@ class SharedCopies:
 
     @property
     def has_linear(self) -> bool:
-        """True if `put_linear` has added results."""
+        """Return whether `put_linear` was called."""
         return bool(self._linear)
 
     def put_linear(self, node, y: torch.Tensor, saved) -> None:
-        """Add what computes the result of a linear layer again, for later layers.
-
-        Args:
-            node: the layer's autograd node.
-            y: the result.
-            saved: what computes the result, `SavedTensors`.
-        """
+        """Add what computes the result y of the linear layer with this autograd node again, `SavedTensors`."""
         if self._linear is None:
             self._linear = weakref.WeakKeyDictionary()
         # This tensor has no memory, but it has the version of y, and of all views of y.
@@ -238,11 +189,7 @@ class SharedCopies:
         self._linear[node] = saved, version, version._version, y.untyped_storage()._cdata
 
     def get_linear(self, node):
-        """Return what computes the result of a node again.
-
-        Returns:
-            `SavedTensors`. None if the node is not that of a linear layer, or if its result has been changed in place.
-        """
+        """Return what computes a node's result again; None if it is no linear layer's, or was changed in place."""
         # torch's own nodes have no weak references.
         if not self._linear or not isinstance(node, BackwardCFunction):
             return None
@@ -256,13 +203,7 @@ class SharedCopies:
     # -- Masks ---------------------------------------------------------------------------------------------
 
     def put_mask(self, y: torch.Tensor, mask: torch.Tensor, changes: int) -> None:
-        """Add the mask of a ReLU's result y, for later layers that save y.
-
-        Args:
-            y: the result.
-            mask: its mask: the packed codes of 1 bit, int32, in the order of y's memory. A bit is 0 where y is 0.
-            changes: as in `place_of`.
-        """
+        """Add the mask of a ReLU's result y: packed codes, int32, in the order of y's memory. `changes`: as in `place_of`."""
         memory = memory_of(y, changes) if layout.is_dense(y) else None
         if memory is not None:
             self._hold(y, memory)
@@ -279,14 +220,7 @@ class SharedCopies:
     # -- Activations whose results are saved by layers ---------------------------------------------------
 
     def record_output(self, x, y, place: tuple | None, has_copy: bool) -> None:
-        """Record that an activation with input x returned y.
-
-        Args:
-            x: the activation's input.
-            y: the activation's result.
-            place: `place_of` the result.
-            has_copy: whether the activation made a copy of the result for its consumer.
-        """
+        """Record that an activation with input x returned y."""
         number = len(self.results), x.shape, x.dtype
         if place is None:
             place = number

@@ -16,13 +16,14 @@ from fewbit.runtime.probes.restoring import observed
 class SavingFunction(Function):
     """The base of the autograd Functions of layers. Differentiating the results of their backward raises GradientError.
 
-    torch's decorator `once_differentiable` raises no error if the incoming gradient is a constant. It then gives a second
-    derivative of zero, which is wrong.
+    torch's `once_differentiable` gives a second derivative of zero, which is wrong, if the incoming gradient is a
+    constant.
 
     Attributes:
-        gradient_errors: a static method (context, what was kept, gradient of the result, gradients of the inputs, squared errors of
-            rows) that returns the errors of the gradients, a list of `GradientError`, if the layer has a formula for them
-            (`runtime/probes/gradient_errors.py`). None if not; `ErrorBound` then measures them with noise.
+        gradient_errors: a static method (context, what was kept, gradient of the result, gradients of the inputs,
+            squared errors of
+            rows) that returns the errors of the gradients (`probes/gradient_errors.py`). None if the layer has no formula;
+            `ErrorBound` then measures them with noise.
         observed: the name of the quantized tensor on whose error the formulas depend.
     """
 
@@ -60,10 +61,9 @@ def _once(backward):
 
 
 class Once(Function):
-    """An autograd Function that returns a gradient unchanged, but makes the gradient depend on other tensors.
+    """An autograd Function that returns a gradient unchanged, but dependent on the tensors from which it was computed.
 
-    The other tensors are those from which the gradient was computed. Differentiating the gradient by one of them, for a
-    second derivative, runs the Function's own backward, which raises GradientError.
+    Differentiating the gradient by one of them runs the Function's own backward, which raises GradientError.
     """
 
     @staticmethod
@@ -81,7 +81,7 @@ class Once(Function):
 
 
 def refuse_batches(layer: str, grads, transforms_only: bool) -> None:
-    """Raise GradientError if one of the gradients is a batch of gradients, which the layer cannot process.
+    """Raise GradientError if one of the gradients is a batch of gradients.
 
     Args:
         layer: the layer's name, for the message.
@@ -96,9 +96,9 @@ def refuse_batches(layer: str, grads, transforms_only: bool) -> None:
 
 
 def refuse_forward_mode(*tensors) -> None:
-    """Raise GradientError if one of the tensors is a dual number of `torch.autograd.forward_ad`. None is ignored.
+    """Raise GradientError if one of the tensors, which may be None, is a dual number of `torch.autograd.forward_ad`.
 
-    The autograd Functions have no method `jvp`, which could raise this error, because Dynamo traces no Function that has one.
+    The Functions have no method `jvp`, which could raise this error, because Dynamo traces no Function that has one.
     """
     for x in tensors:
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
@@ -106,19 +106,14 @@ def refuse_forward_mode(*tensors) -> None:
 
 
 def graph_anchors(ctx) -> list[torch.Tensor]:
-    """Return tensors on which `Once` makes a gradient depend, so that a second derivative raises GradientError.
+    """Return tensors on which `Once` makes a gradient depend: leaves of the input's graph, as the input is not saved.
 
-    The gradient depends on the layer's input x. Since x is not saved, the leaves of the graph from which x was computed
-    take its place. To depend on the incoming gradient is not enough, because that gradient may be a constant.
-
-    Args:
-        ctx: the context of the layer's autograd Function.
+    The incoming gradient alone does not do, because it may be a constant.
     """
     return [torch.empty(0, requires_grad=True), *_leaves(ctx)]
 
 
 def _leaves(node) -> list[torch.Tensor]:
-    """Return the leaves of the graph that the input of an autograd node was computed from."""
     leaves, seen, waiting = [], set(), [node]
     while waiting:
         for following, _ in waiting.pop().next_functions:

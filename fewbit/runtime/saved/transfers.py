@@ -1,7 +1,4 @@
-"""Copy bytes between a CUDA device and pinned host memory, in a CUDA stream of its own: the side stream.
-
-All tensors here are uint8 of shape (n,).
-"""
+"""Copy bytes, uint8 of shape (n,), between a CUDA device and pinned host memory, in a stream of its own, the side stream."""
 
 from __future__ import annotations
 
@@ -32,27 +29,13 @@ class CudaTransfers:
         return torch.cuda.current_stream(self.device)
 
     def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start to copy bytes to the host.
-
-        Args:
-            source: bytes on the device, which must not change before the returned event.
-
-        Returns:
-            The copy in pinned memory, and the event after which it is complete.
-        """
+        """Start to copy bytes, which must not change before the returned event, to pinned memory."""
         # The device is given explicitly because the user may have set another default.
         host = torch.empty(len(source), dtype=torch.uint8, device="cpu", pin_memory=True)
         return host, self._copy(host, source)
 
     def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start to copy bytes back to the device.
-
-        Args:
-            host: a copy from `to_host`. The side stream completes that copy before it starts this one.
-
-        Returns:
-            The copy, in memory that belongs to the current stream, and the event after which the copy is complete.
-        """
+        """Start to copy a result of `to_host` back, to memory of the current stream. The event says when it is complete."""
         target = torch.empty(len(host), dtype=torch.uint8, device=self.device)
         return target, self._copy(target, host)
 
@@ -67,27 +50,17 @@ class CudaTransfers:
         self.current().wait_event(event)
 
     def hold(self, memory: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        """Prevent memory from being reused before a stream has done all work that it had when the memory was freed.
-
-        Args:
-            memory: the tensor whose memory is protected.
-            stream: the stream; the side stream unless given.
-        """
+        """Prevent memory from being reused before a stream, by default the side stream, has done the work it has when it is freed."""
         memory.record_stream(self.side if stream is None else stream)
 
 
 class OnDevice:
     """Bytes on the device that the side stream reads or writes until an event.
 
-    The bytes are in memory that belongs to the stream that was current when this object was made, the home stream. Once
-    the home stream has waited for the event, freed memory can be reused at once, because the next use comes later in
-    the home stream. Otherwise `CudaTransfers.hold` must delay the reuse until the device has reached the event. This
-    delay costs memory: the host runs far ahead of the device, and allocates other memory in the meantime.
-
-    Args:
-        transfers: the `CudaTransfers` of the device.
-        memory: the bytes.
-        event: the event after which the side stream no longer uses the bytes.
+    Once the home stream (the current one when this object was made) has waited for the event, freed memory can be
+    reused at
+    once. Otherwise `CudaTransfers.hold` must delay the reuse, which costs memory: the host runs far ahead of the
+    device.
     """
 
     def __init__(self, transfers, memory: torch.Tensor, event):

@@ -1,6 +1,4 @@
 """`compress_`, `replace_activations_`, and the controller that `compress_` returns.
 
-This folder puts the parts together. It converts a model (`fewbit.convert`) and gives the model a policy, which is an
-object that chooses bits (`fewbit.policies`). It offers measurements of the model (`fewbit.analysis`). This folder may
-import all three of these folders.
+This folder joins `fewbit.convert`, `fewbit.policies` and `fewbit.analysis`, and may import all three.
 """

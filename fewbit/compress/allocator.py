@@ -1,8 +1,6 @@
-"""The setting of PyTorch's CUDA allocator with which freed memory of one size can be used for tensors of another size.
+"""PyTorch's expandable segments, with which freed CUDA memory of one size can be used for tensors of another size.
 
-ActNN's level L5 (section 5.2) allocates large tensors without the caching allocator, because cached blocks fragment the
-memory. Today PyTorch has expandable segments. Such a segment grows in place by whole pages, so freed blocks of any size
-can be used again. Level L5 of fewbit uses expandable segments and keeps the caching allocator.
+They take the place of ActNN's level L5 (section 5.2), which allocates large tensors without the caching allocator.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ class AllocatorReport:
 
     Attributes:
         in_force: whether the allocator reserves memory in expandable segments from now on.
-        fixed: the bytes that were reserved earlier, in segments of a fixed size. These segments stay until they are
-            unused and `torch.cuda.empty_cache()` frees them.
+        fixed: the bytes reserved earlier in segments of a fixed size, which stay until `torch.cuda.empty_cache()` frees
+            them.
         reason: the reason why expandable segments are not in force, or "".
     """
 
@@ -74,11 +72,11 @@ class PeakMemory:
 
 
 def use_expandable_segments() -> AllocatorReport:
-    """Make the CUDA caching allocator of this process use expandable segments.
+    """Make the CUDA caching allocator of this process use expandable segments; other settings are kept.
 
-    Call this before the first tensor is on the GPU, because existing segments do not change. Other settings of the
-    allocator are kept. Nothing changes if there is no GPU, or if an environment variable with settings of the
-    allocator, such as PYTORCH_CUDA_ALLOC_CONF, contains `expandable_segments:False`.
+    Call this before the first tensor is on the GPU, because existing segments do not change. Nothing changes if there
+    is no
+    GPU, or if an environment variable such as PYTORCH_CUDA_ALLOC_CONF contains `expandable_segments:False`.
 
     Returns:
         A report that says whether the setting is in force, and if not, why.
@@ -128,7 +126,7 @@ def peak_memory(device=None) -> PeakMemory:
 
 
 def _state() -> AllocatorReport:
-    """Return whether expandable segments are in force, as PyTorch reports. PyTorch may ignore the setting."""
+    """Return whether expandable segments are in force. PyTorch may ignore the setting."""
     snapshot = torch.cuda.memory._snapshot()
     if not snapshot["allocator_settings"].get(SETTING, False):
         return AllocatorReport(False, reason="PyTorch has none on this platform")

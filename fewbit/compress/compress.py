@@ -65,13 +65,11 @@ def compress_(
 ) -> Controller:
     """Make a model save only a few bits per element for the backward pass, in place, and report what was changed.
 
-    Layers of torch.nn and transformers save quantized inputs. Activations save codes of a few bits per element, from
-    which the backward pass gets an approximate derivative. Dropout saves its mask, and max pooling the positions of its
-    maxima, in a few bits per element; their gradients stay exact. Functions that the model's forward calls, such as
-    F.gelu, are compressed like modules. Modules stay the same objects. Only their classes change, each to a subclass of
-    torch's class. Parameters, buffers, hooks, shared modules and weights, `state_dict` keys, device, dtype and training
-    flags do not change, and the training loop needs no change. In evaluation mode and under no_grad nothing is
-    compressed. A second call first undoes the earlier one, so only the new settings hold; the report says so.
+    Modules stay the same objects; only their classes change, each to a subclass of torch's class, and functions that
+    the model's
+    forward calls, such as F.gelu, are compressed too. Parameters, `state_dict` keys and the training loop do not
+    change. In
+    evaluation mode and under no_grad nothing is compressed. A second call first undoes the earlier one.
 
     Args:
         model: the model, which changes in place.
@@ -79,22 +77,21 @@ def compress_(
             ErrorBound, PreActivationBits, a Level of ActNN, or a BitConfig of your own. A whole number from 1 to 8
             stands for FixedBits, another number for AdaptiveBits with that average, None for FixedBits(4). A mapping,
             such as {"kind": "adaptive", "average": 2.5}, stands for the BitConfig with these fields.
-        layers: settings of layers in place of the default settings: LayerSettings, or a mapping of its fields except
-            `bits`.
+        layers: settings of layers: LayerSettings, or a mapping of its fields except `bits`.
         include: the modules to convert: one or several glob patterns of dotted module paths, or a function (path,
             module) -> bool. The path "" is the model itself. A pattern that matches a module also matches the modules
             inside it. A module with several paths is converted if any of them matches.
-        exclude: the modules to leave as they are, in the same form. A module that `include` and `exclude` both match is
-            not converted.
+        exclude: the modules to leave as they are, in the same form, even if `include` matches them.
         overrides: {glob pattern: settings of the modules that match}. Settings are LayerSettings, a mapping of its
             fields, or None to leave the modules as they are. A number stands for `bits`, `attention_bits` and
             `gate_bits`. If several patterns match a module, the last one holds.
-        offload: HostOffload(), or a mapping of its fields, moves saved tensors from a GPU to the host's memory until the
+        offload: HostOffload(), or a mapping of its fields, moves saved tensors from a GPU to the host's memory until
+            the
             backward pass needs them.
         sample: an example batch: a tensor, a tuple of inputs or a mapping of keyword inputs. The report then compares
-            the bytes that the exact model and the compressed model save for this batch. Budget needs a sample.
+            the bytes that the exact model and the compressed model save for it. Budget needs a sample.
         verbose: whether to print the report.
-        unknown: must be empty. A setting of layers, such as `quantizer`, belongs in `layers`; the error message says so.
+        unknown: must be empty. The error message says which settings belong in `layers`.
 
     Returns:
         The controller, an object with the report, the chosen bits, the state for a checkpoint, and methods that
@@ -102,9 +99,9 @@ def compress_(
 
     Raises:
         TypeError: there is an unknown argument, which is not a setting of layers.
-        InputError: a setting cannot be used or belongs in `layers`, the model is not a module, a pattern matches no module, or a budget is too
-            small for 1 bit per element. The model stays unchanged if `compress_` raises an exception or is interrupted
-            by Ctrl-C.
+        InputError: a setting cannot be used or belongs in `layers`, the model is not a module, a pattern matches no
+            module, or a
+            budget is too small for 1 bit per element. The model is unchanged after any exception.
     """
     _refuse(unknown)
     check_verbose(verbose)
@@ -140,7 +137,6 @@ def compress_(
 
 
 def _refuse(unknown: Mapping) -> None:
-    """Raise an error for keyword arguments that `compress_` does not have."""
     if not unknown:
         return
     settings = {field.name for field in fields(LayerSettings)}
@@ -190,11 +186,7 @@ def _check(config: BitConfig, model, sample) -> None:
 
 
 def _converted(model, settings, selection, sample) -> tuple[Conversion, dict[str, int]]:
-    """Convert the model, and measure before what the exact model saves for the sample.
-
-    Returns:
-        The conversion, and {name of an operation: bytes that the exact model saves}, which is empty without a sample.
-    """
+    """Convert the model. Return also {name of an operation: bytes that the exact model saves for the sample}."""
     before = {}
     if sample is None:
         return convert(model, settings, selection), before
@@ -212,15 +204,11 @@ def _settings_within(
 ) -> tuple[ResolvedSettings, dict]:
     """Find the settings with the largest average bits per element with which a forward pass fits a budget.
 
-    The policy does not choose the bits of all tensors. Those of activations and of `everything`, for example, follow from
-    the average, rounded down. So whole numbers are tried in turn.
-
-    Returns:
-        The settings, and {(name of a layer, number of its input): number of elements} of the tensors whose bits the
-        policy chooses.
-
-    Raises:
-        InputError: the budget is too small for 1 bit per element, or the policy chooses no tensor's bits.
+    The policy does not choose the bits of all tensors. Those of activations and of `everything`, for example, follow
+    from
+    the average, rounded down. So whole numbers are tried in turn. Returns also the sizes of the tensors whose bits the
+    policy
+    chooses. Raises InputError if there are none, or if the budget is too small for 1 bit.
     """
 
     def tried(whole):

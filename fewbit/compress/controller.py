@@ -26,14 +26,9 @@ if TYPE_CHECKING:
 
 
 class Controller:
-    """The object that `compress_` returns for a compressed model. The training loop does not need it.
+    """The object that `compress_` returns for a compressed model, which it does not keep alive.
 
-    Args:
-        model: the compressed model. The controller does not keep it alive.
-        report: the modules that were converted.
-        context: the object through which the model's layers share state in a forward pass.
-        allocator: the result of `use_expandable_segments`, or None if that was not called.
-        config: the configuration that was given to `compress_`.
+    The training loop does not need it.
     """
 
     def __init__(
@@ -96,23 +91,26 @@ class Controller:
     ) -> GradientRatio:
         """Compare the gradients of the model, as it is compressed now, with exact gradients.
 
-        The model and torch's random state do not change. For each batch the measurement runs draws + 1 forward and
-        backward passes. It takes the memory of two more models, of three gradients and of the tensors that an exact
-        model saves. With ErrorBound, the ratio should be at most 1 + e2. If the ratio is larger by more than three
-        standard errors, a BoundWarning is given.
+        The model and torch's random state do not change. The measurement takes the memory of two more models, of three
+        gradients
+        and of the tensors that an exact model saves. With ErrorBound, a BoundWarning is given if the ratio exceeds 1 +
+        e2 by more
+        than three standard errors.
 
         Args:
             batch: a tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable,
                 is several batches.
             loss: called as ``loss(model, batch)`` with a copy of the model; returns a scalar tensor.
-            draws: the number of passes over each batch with independent rounding, at least 2.
+            draws: the number of passes over each batch with independent rounding, at least 2; one exact pass comes on
+                top.
             seed: the seed of dropout.
 
         Returns:
-            A `GradientRatio`: an object with the ratio E|g^|^2 / E|g|^2 and the relative error E|g^ - g|^2 / |g|^2 over
-            all parameters. g^ is the gradient of the compressed model, g the exact gradient, and E the mean over the
-            draws. Every bias of g^ increases the relative error. A bias that makes gradients smaller decreases the
-            ratio.
+            A `GradientRatio` with the ratio E|g^|^2 / E|g|^2 and the relative error E|g^ - g|^2 / |g|^2 over all
+            parameters. g^ is
+            the gradient of the compressed model, g the exact gradient, and E the mean over the draws. A bias of g^
+            increases
+            the relative error; one that makes gradients smaller decreases the ratio.
 
         Raises:
             InputError: the model or the batch cannot be measured.
@@ -143,9 +141,7 @@ class Controller:
         return peak_memory(device)
 
     def state_dict(self) -> dict:
-        """Return what a resumed training needs to continue with the same bits. Save it beside the model's state.
-
-        Call this method between steps.
+        """Return what a resumed training needs to continue with the same bits, between steps.
 
         Returns:
             Plain numbers and strings, and tensors if you use `number_samples`; empty if bits are fixed.
@@ -159,9 +155,9 @@ class Controller:
             state: the result of `state_dict` of a controller for the same model and configuration.
 
         Raises:
-            InputError: the state is from another model or configuration. The message names the entry, the expected
-                value and the value found. Or this controller's model no longer exists, was restored or was compressed
-                again.
+            InputError: the state is from another model or configuration, or this controller's model no longer exists,
+                was
+                restored or was compressed again.
         """
         if self._ended:
             raise InputError(
@@ -186,10 +182,9 @@ class Controller:
         return ""
 
     def number_samples(self, numbers: torch.Tensor) -> None:
-        """Give numbers to the samples of the next forward pass, so the policy recognizes samples from earlier passes.
+        """Number the samples of the next forward pass, so that those with larger gradients in earlier passes get more bits.
 
-        Samples with larger gradients in earlier passes then get more bits. The call is optional, and holds for one
-        forward pass. Each sample number takes 4 to 8 bytes of memory for each tensor that layers save.
+        The call is optional. Each sample number takes 4 to 8 bytes of memory for each tensor that layers save.
 
         Args:
             numbers: (N,) int64 on the CPU, where N is dimension 0 of the model's input. A sample must always have the
@@ -207,7 +202,6 @@ class Controller:
 
     @property
     def _policy(self) -> BitPolicy | None:
-        """The object that chooses the bits; None if they are fixed."""
         return self.context.policy
 
     def __reduce__(self):
@@ -219,5 +213,4 @@ class Controller:
 
 
 def _is_attached(context: ForwardContext, model: nn.Module) -> bool:
-    """Return whether the model's forward passes run within `context`."""
     return any(other is context for other in contexts_of(model))

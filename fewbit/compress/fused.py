@@ -1,8 +1,4 @@
-"""The part of the report that only PreActivationBits has: which layers use a tensor that a norm saved.
-
-With PreActivationBits a norm saves its normalized input in fixed point, and layers after the norm can restore their
-inputs from this tensor.
-"""
+"""The part of the report that only PreActivationBits has: which layers use a fixed-point copy that a norm saved."""
 
 from __future__ import annotations
 
@@ -31,14 +27,7 @@ def note(model: nn.Module) -> str:
 
 
 def shared(model: nn.Module, rows, saved: SavedBytes | None = None) -> tuple[ConvertedModule, ...]:
-    """Return the rows of the report, in which `shared` is True for layers that only use the tensor that a norm saves.
-
-    Args:
-        model: the converted model.
-        rows: one `ConvertedModule` for each converted module.
-        saved: the tensors that a forward pass of the converted model saved in training; None if there was no forward
-            pass. Then `shared` is None for layers that may use a norm's tensor.
-    """
+    """Return the rows of the report with `ConvertedModule.shared`, from what a forward pass `saved`, if there was one."""
     norms = _norms(model)
     entries = {}
     for entry in () if saved is None else saved.entries:

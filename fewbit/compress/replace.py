@@ -25,14 +25,12 @@ def replace_activations_(
 ) -> Report:
     """Make the activation modules of torch.nn and transformers save `bits` bits per element, in place.
 
-    All other modules stay as they are, and so do functions that a forward calls. Activations whose derivative has only
-    two values, such as ReLU, save 1 bit, which is exact.
+    Activations whose derivative has only two values, such as ReLU, save 1 bit, which is exact.
 
     Args:
         model: the model, which changes in place.
         bits: the bits of the code that an activation saves for each element, a whole number from 1 to 8.
-        include: the modules to convert: glob patterns of dotted module paths, or a function (path, module) -> bool, as
-            for `fewbit.compress_`.
+        include: the modules to convert, as in `fewbit.compress_`.
         exclude: the modules to leave as they are, in the same form.
         verbose: whether to print the report.
 
@@ -40,8 +38,7 @@ def replace_activations_(
         The report, which lists the modules that were converted, and those that were not, with the reasons.
 
     Raises:
-        InputError: `bits` or `verbose` cannot be used, the model is not a module, or a pattern matches no module. The model is
-            unchanged.
+        InputError: `bits` or `verbose` cannot be used, the model is not a module, or a pattern matches no module.
     """
     check_bits(bits)
     check_verbose(verbose)

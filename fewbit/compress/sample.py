@@ -1,7 +1,4 @@
-"""Forward passes with the example batch that `compress_` gets as `sample`.
-
-These passes show how many bytes a model saves, and how many bits per element fit a budget.
-"""
+"""Forward passes with the example batch that `compress_` gets as `sample`."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def saved_for(model: nn.Module, sample) -> SavedBytes:
 
 
 def try_sample(model: nn.Module, sample) -> None:
-    """Run a forward pass of the sample. Raise InputError if the pass raises an error, as for a sample of a wrong shape."""
+    """Run a forward pass of the sample. Raise InputError if the pass raises an error."""
     try:
         saved_for(model, sample)
     except (FewbitError, MemoryError, torch.OutOfMemoryError):
@@ -54,7 +51,7 @@ def try_sample(model: nn.Module, sample) -> None:
 
 
 def bytes_by_op(saved: SavedBytes) -> dict[str, int]:
-    """Return {name of an autograd node: bytes that nodes of this name save}. Parameters and buffers do not count."""
+    """Return {name of an autograd node: bytes that nodes of this name save}, without parameters and buffers."""
     sums = {}
     for entry in saved.kept:
         name = entry.node or "unknown"
@@ -63,15 +60,9 @@ def bytes_by_op(saved: SavedBytes) -> dict[str, int]:
 
 
 def fit_of(model: nn.Module, sample, budget: int) -> AverageOfBudget:
-    """Return how many bits per element of a forward pass of the sample fit a budget.
+    """Return how many bits per element of a forward pass of the sample fit `budget` bytes.
 
-    Args:
-        model: a converted model with a policy whose bits may change.
-        sample: the inputs of the forward that has to fit.
-        budget: the bytes that the forward may save in all.
-
-    Raises:
-        InputError: no saved tensor has bits that may change.
+    `model` is converted and has a policy. Raises InputError if no saved tensor has bits that may change.
     """
     sizes = SizeProbe()
     with measuring(sizes):

@@ -1,8 +1,4 @@
-"""The function mode of a converted model, which replaces torch's functions by fewbit's while the model trains.
-
-The mode is a `TorchFunctionMode`. `FunctionMode.TABLE` lists the functions that it replaces, such as F.gelu.
-docs/decisions/0009 says why fewbit replaces only functions that are in a list.
-"""
+"""The function mode of a converted model, which replaces the functions in `FunctionMode.TABLE` (docs/decisions/0009)."""
 
 from __future__ import annotations
 
@@ -51,8 +47,7 @@ _OTHER_QUANTIZED = {
     vector_norm.norm: (torch.norm, torch.Tensor.norm),
     vector_norm.normalize: (torch_functional.normalize,),
 }
-"""{a function that saves quantized tensors: the functions of torch that it replaces}, which `fewbit.functional` does not
-export."""
+"""{a function that saves quantized tensors, which `fewbit.functional` does not export: the functions that it replaces}."""
 QUANTIZED = (*_QUANTIZED.split(), *(function.__name__ for function in _OTHER_QUANTIZED))
 """Names of functions that save quantized inputs."""
 _EXACT = (
@@ -63,22 +58,20 @@ _EXACT = (
 
 
 def _torch_dropout(input, p, train):
-    """Compute torch.dropout, whose last argument is `train`; that of torch.nn.functional.dropout is `training`."""
+    """Compute torch.dropout, whose last argument is `train`, not `training`."""
     return F.dropout(input, p, train)
 
 
 def _torch_softmax(input, dim, dtype=None, *, quantizer):
-    """Compute torch.softmax, whose third argument is `dtype`; that of torch.nn.functional.softmax is `_stacklevel`."""
+    """Compute torch.softmax, whose third argument is `dtype`, not `_stacklevel`."""
     return F.softmax(input, dim, dtype=dtype, quantizer=quantizer)
 
 
 def _torch_log_softmax(input, dim, dtype=None, *, quantizer):
-    """Compute torch.log_softmax, whose third argument is `dtype`; torch.nn.functional has `_stacklevel` there."""
     return F.log_softmax(input, dim, dtype=dtype, quantizer=quantizer)
 
 
 def _clamp_max(input, max):
-    """Compute torch.clamp_max, whose second argument is the upper end."""
     return elementwise.clamp(input, None, max)
 
 
@@ -126,15 +119,13 @@ _ATTENTION = (
     elementwise.pow,
     vector_norm.normalize,
 )
-"""Functions of attention, and squares, which are often those of a loss. The tensors that they save get the bits of q, k and v,
-except in products with parameters."""
+"""Functions of attention, and squares, which are often those of a loss. Their tensors get the bits of q, k and v, except in
+products with parameters.
+"""
 
 
 def _table() -> dict:
-    """Return {torch's function: (fewbit's function, its family)}.
-
-    The families are "activation", "one bit", "quantized" and "exact".
-    """
+    """Return {torch's function: (fewbit's function, its family)}."""
     families = {
         "activation": ACTIVATIONS,
         "quantized": _QUANTIZED.split(),
@@ -179,8 +170,7 @@ class FunctionQuantizers:
         attention_quantizer: quantizes what functions of attention save.
         norm_quantizer: quantizes what norms save.
         activation_quantizer: quantizes the inputs of activations; None if they save codes.
-        own: {name of a call, as `name_of_call` makes it: the quantizer of the function}. The first call of a function
-            in a module adds an entry.
+        own: {`name_of_call`: the quantizer of the function}, with an entry for each function that was called.
     """
 
     quantizer: Quantizer
@@ -193,12 +183,9 @@ class FunctionQuantizers:
     def call(self, ours, family, theirs, args, kwargs):
         """Call fewbit's function with these settings, or torch's if fewbit's does not support the arguments.
 
-        Args:
-            ours: fewbit's function.
-            family: "activation", "one bit" (an activation whose derivative has two values), "quantized" or "exact".
-            theirs: calls torch's function, with the arguments of the user's call.
-            args: the positional arguments for fewbit's function.
-            kwargs: the keyword arguments for fewbit's function.
+        `family` is "activation", "one bit" (an activation whose derivative has two values), "quantized" or "exact".
+        `theirs`
+        takes no arguments; args and kwargs are those of fewbit's function.
         """
         if ours in _OPERATIONS and not _has_large(args):
             return theirs()
@@ -236,13 +223,12 @@ class FunctionQuantizers:
             return theirs()
 
     def _quantizer_of(self, function: str, is_attention: bool) -> Quantizer:
-        """Return the quantizer of a function in the running module. All calls of the function there share it."""
+        """Return the quantizer of a function in the running module, which all its calls there share."""
         if function in _NORMS:
             return self._own(function, self.norm_quantizer)
         return self._own(function, self.attention_quantizer if is_attention else self.quantizer)
 
     def _own(self, function: str, quantizer: Quantizer) -> Quantizer:
-        """Return a quantizer with these settings for a function in the running module."""
         if quantizer.context is None:
             return quantizer
         name = name_of_call(_path(quantizer.context), function)
@@ -252,7 +238,6 @@ class FunctionQuantizers:
 
 
 def _path(context) -> str:
-    """Return the path of the module that runs now."""
     forward = context.running()
     return "" if forward is None else forward.path
 
@@ -344,13 +329,11 @@ def _tensors_first(ours, args, kwargs) -> tuple[tuple, dict]:
 
 @cache
 def _parameters(ours) -> frozenset[str]:
-    """Return the names of the parameters of a function."""
     return frozenset(signature(ours).parameters)
 
 
 @cache
 def _positional(ours) -> tuple[str, ...]:
-    """Return the names of the parameters of a function that may be passed by position."""
     parameters = signature(ours).parameters.values()
     return tuple(one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD)
 
@@ -358,7 +341,8 @@ def _positional(ours) -> tuple[str, ...]:
 def _factors(ours, args, kwargs) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return both factors of a call of a product, or None if torch's own function has to run.
 
-    It runs if a factor needs no gradient, if both are parameters or views of parameters, and if fewbit's function does not
+    It runs if a factor needs no gradient, if both are parameters or views of parameters, and if fewbit's function does
+    not
     take the arguments.
     """
     if ours is contractions.einsum:

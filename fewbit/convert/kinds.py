@@ -22,9 +22,9 @@ from fewbit.runtime.interop.module_calls import class_of
 
 ACTIVATION, CONVOLUTION, LAYER, EXACT = "activation", "convolution", "layer", "exact"
 RECURRENT = "recurrent"
-"""The families of kinds. Activations save codes of a few bits. Convolutions and other layers save quantized inputs.
-They are two families because level L1 converts only convolutions. The family EXACT saves less than torch, without
-error. The family RECURRENT is converted only if what torch's operations save is compressed."""
+"""The families of kinds. Activations save codes of a few bits; convolutions, the only family of level L1, and other layers
+save quantized inputs. EXACT saves less than torch, without error. RECURRENT is converted only with `everything`.
+"""
 
 OWN_FORWARD = "its forward was replaced on the instance, so its class does not say what it computes"
 
@@ -34,7 +34,7 @@ class Kind(NamedTuple):
 
     Attributes:
         becomes: the new class, a subclass of the module's class.
-        family: ACTIVATION, CONVOLUTION, LAYER, EXACT or RECURRENT, constants of this file.
+        family: ACTIVATION, CONVOLUTION, LAYER, EXACT or RECURRENT.
         attributes: {name: value} of the attributes that the new class needs and the old class lacks.
     """
 
@@ -54,7 +54,6 @@ def is_activation(cls: type) -> bool:
 
 
 def _family_of(cls: type[nn.Module]) -> str:
-    """Return the family of one of fewbit's classes."""
     if is_activation(cls):
         return ACTIVATION
     if not issubclass(cls, Quantized):
@@ -67,9 +66,10 @@ TORCH = {
     for name in few.__all__
     if issubclass(getattr(few, name), getattr(nn, name, ()))
 }
-"""{class of torch.nn: its kind}. The kind has the class of the same name in `fewbit.nn`, which is a subclass.
+"""{class of torch.nn: its kind, with the subclass of the same name in `fewbit.nn`}.
 
-A user's subclass of a class of torch.nn has no kind, because the subclass may compute something else."""
+A user's subclass of a class of torch.nn has no kind, because the subclass may compute something else.
+"""
 TORCH[nn.LSTM] = Kind(StepwiseLSTM, RECURRENT)
 ACTIVATIONS = {cls: kind for cls, kind in TORCH.items() if kind.family == ACTIVATION}
 _GELU_TANH = Kind(few.GELU, attributes={"approximate": "tanh"})
@@ -129,10 +129,7 @@ _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """Return the kind to which a module is converted; None if there is none.
-
-    The kind depends on the module's class and on attributes such as `alpha`, for which there may be no table.
-    """
+    """Return the kind of a module, by its class and by attributes such as `alpha`, for which there may be no table; or None."""
     cls = class_of(module)
     if cls.__module__ == "transformers.activations":
         if cls.__name__ == "ClippedGELUActivation" and (module.min, module.max) == (-10, 10):
@@ -162,7 +159,7 @@ def _misfit_of(module: nn.Module) -> str | None:
 
 
 def is_cell(module: nn.Module) -> bool:
-    """Return whether the module is an RNNCell, GRUCell or LSTMCell, whose operations a model calls at each step."""
+    """Return whether the module is an RNNCell, GRUCell or LSTMCell."""
     return isinstance(module, nn.RNNCellBase)
 
 
@@ -185,7 +182,6 @@ def why_not(module: nn.Module, everything: bool = False, functional: bool = Fals
 
 
 def _why_not(module: nn.Module, is_exact: bool, functional: bool) -> str | None:
-    """Return why a module is not converted. `is_exact` says whether torch's operations save exact tensors."""
     cls = class_of(module)
     if cls in LEFT_ALONE:
         is_recurrent = issubclass(cls, nn.RNNBase) and not is_exact
@@ -216,10 +212,9 @@ def _why_not(module: nn.Module, is_exact: bool, functional: bool) -> str | None:
 
 
 def replaced(module: nn.Module) -> str | None:
-    """Return a text that says which code of a module's forward is monkey-patched; None if nothing is.
+    """Return which code of a module's forward is monkey-patched, its own or that of a function, as a text; or None.
 
-    The forward itself may be patched, or a function that it calls. A patched module may compute something else than its
-    class says, so it is not converted.
+    A patched module may compute something else than its class says, so it is not converted.
     """
     cls = class_of(module)
     ours = methods_of_liger(module)
@@ -293,10 +288,7 @@ def is_fewbit(module: nn.Module) -> bool:
 
 
 def name_of(cls: type) -> str:
-    """Return the public name of one of fewbit's classes, such as "fewbit.nn.Linear".
-
-    Subclasses of classes of transformers have no public name. For them the text "fewbit's" is returned.
-    """
+    """Return the public name of one of fewbit's classes, such as "fewbit.nn.Linear"; "fewbit's" if it has none."""
     if is_activation(cls):
         return f"fewbit.{cls.__name__}"
     return f"fewbit.nn.{cls.__name__}" if hasattr(few, cls.__name__) else "fewbit's"

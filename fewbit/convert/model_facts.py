@@ -1,4 +1,4 @@
-"""The facts about a converted model from which a policy starts. A policy chooses bits while the model trains."""
+"""The facts about a converted model from which a policy starts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class ModelFacts:
             attention.
         channels: {name: number of channels}, for layers whose input has channels in dimension 1.
         chosen_activations: the names of few-bit activations whose bits the policy chooses.
-        given_activations: {name: bits}, for few-bit activations whose bits the policy does not choose.
+        given_activations: {name: bits} of the other few-bit activations.
         average: the average bits per element with which the policy starts.
-        budget: the budget in bytes from which `average` was computed; None if there is no budget.
+        budget: the budget in bytes from which `average` was computed, or None.
         elements: {(name, number of the layer's input): number of elements}, for the saved tensors among which the
-            budget is divided; None if there is no budget.
+            budget is divided, or None.
     """
 
     names: tuple[str, ...]
@@ -46,15 +46,7 @@ def facts_of(
     budget: int | None = None,
     elements: Mapping[tuple[str, int], int] | None = None,
 ) -> ModelFacts:
-    """Return the facts about a converted model.
-
-    Args:
-        model: the converted model.
-        selected: the modules of the model and their settings.
-        average: the average bits per element with which the policy starts.
-        budget: the budget in bytes, or None.
-        elements: the sizes of the tensors among which the budget is divided, as in `ModelFacts`, or None.
-    """
+    """Return the facts about a converted model with these selected modules. The other arguments are as in `ModelFacts`."""
     chosen, given = _activations(selected)
     return ModelFacts(_names(model), _channels(model), chosen, given, average, budget, elements)
 

@@ -13,7 +13,7 @@ from fewbit.render.view import Column, View
 from fewbit.sizes import counted
 
 LEAST_PARENT = 12
-"""The length from which on a path that all modules share is printed once in place of in every row."""
+"""The length from which on a path that all modules share is printed only once."""
 
 
 class ConvertedModule(NamedTuple):
@@ -23,15 +23,18 @@ class ConvertedModule(NamedTuple):
         path: The dotted path, "" for the model itself.
         before: The name of the class before the conversion.
         after: The name of the class after the conversion.
-        bits: The bits per element that the module saves of its input, or of the derivative if the module is an
-            activation; an average if samples may have different bits. None if the module's gradients stay exact.
+        bits: The bits per element that the module saves of its input, or of an activation's derivative; an average if
+            samples may have different bits. None if the module's gradients stay exact.
         exact: If `bits` is None, what the module saves, such as "1-bit mask".
-        shared: Whether the module saves nothing of its own, because it uses the tensor that a norm has saved in fixed
-            point. None if the module may use such a tensor, but no forward pass has shown whether it does.
-        attention: The bits per element of q, k and v, if the module computes attention and if these bits are not `bits`.
+        shared: Whether the module saves nothing of its own, because it uses what a norm has saved in fixed point. None
+            if
+            it may, but no forward pass has shown whether it does.
+        attention: The bits per element of q, k and v, if the module computes attention and if these bits are not
+            `bits`.
         frozen: Whether the module saves no input, because its weight needs no gradient.
-        evaluated: Whether the module is in evaluation mode while the rest of the model trains. Then it computes and saves
-            what torch's module does.
+        evaluated: Whether the module is in evaluation mode while the rest of the model trains. Then it saves what
+            torch's
+            module does.
     """
 
     path: str
@@ -79,11 +82,12 @@ class Report(Result):
 
     Attributes:
         converted: The modules that were converted.
-        left_alone: The modules that were not converted, each with the reason.
-        saved: Two dicts, before and after the conversion: {name of an operation: the bytes that the operation saves for
-            the backward pass}. None if `compress_` got no `sample`.
-        functions: Three numbers of bits per element, for functions that a forward pass calls: the bits of quantized
-            inputs, of q, k and v of attention, and of activations. None if functions are not compressed.
+        left_alone: The modules that were not converted.
+        saved: Two dicts, before and after the conversion: {name of an operation: bytes that it saves for the backward
+            pass}. None if `compress_` got no `sample`.
+        functions: The bits per element of quantized inputs, of q, k and v of attention, and of activations, for
+            functions
+            that a forward pass calls. None if functions are not compressed.
         notes: Lines about the model as a whole.
     """
 
@@ -98,7 +102,7 @@ class Report(Result):
         return [row._asdict() for row in self.converted]
 
     def view(self) -> View:
-        """Return a `View`, with a table of modules, the notes and, if `saved` is not None, a table of bytes."""
+        """Return a `View` with tables of modules and, if they are known, bytes."""
         count, parent = len(self.converted), _common_parent([row.path for row in self.converted])
         title = f"{counted(count, 'module')} converted" if count else "no module converted"
         if parent:
@@ -180,10 +184,7 @@ def _is(row: ConvertedModule) -> str:
 
 
 def _grouped(rows: Iterable[tuple[str, tuple]]) -> dict[tuple, int]:
-    """Count rows that have the same cells and whose paths differ only in numbers, such as layers.0.fc and layers.1.fc.
-
-    Args:
-        rows: pairs (path of a module, cells of its row in a table).
+    """Count rows (path of a module, cells) that have the same cells and whose paths differ only in numbers.
 
     Returns:
         {(path, *cells): number of modules}. If the number is above 1, the path has * in place of numbers.

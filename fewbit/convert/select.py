@@ -31,12 +31,9 @@ class Selection:
     def of(self, model: nn.Module, settings: ResolvedSettings) -> list[Selected]:
         """Return a `Selected` for every module, and for every activation function that a module has as an attribute.
 
-        Args:
-            model: the model.
-            settings: the settings of modules that no override changes.
-
-        Raises:
-            InputError: a glob matches no module, or an argument is invalid.
+        `settings` are those of modules that no override changes. Raises InputError if a glob matches no module, or if
+        an
+        argument is invalid.
         """
         found = _found(model)
         included = _matches(found, self.include, "include")
@@ -53,10 +50,10 @@ class Selected(NamedTuple):
     """One module, or one activation function that a module has as an attribute, and its settings.
 
     Attributes:
-        path: the dotted path, "" for the model itself. If the module has several paths, the first one.
+        path: the dotted path, the first one if there are several; "" for the model itself.
         module: the module, or the module that has the function as an attribute.
         attribute: the name of the attribute that is the function; None for a module.
-        settings: the settings with which the module or function is converted; None if it must not be converted.
+        settings: the settings of the conversion; None if the module or function must not be converted.
     """
 
     path: str
@@ -77,7 +74,6 @@ class _Place(NamedTuple):
 
 
 def _found(model: nn.Module) -> list[_Place]:
-    """Return a `_Place` for every module, and for every activation function that a module has as an attribute."""
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
         found.setdefault((id(module), None), _Place([], module, None)).paths.append(path)
@@ -119,7 +115,7 @@ def is_within(path: str, glob: str) -> bool:
 
 
 def _overridden(found, settings, overrides) -> Iterator[ResolvedSettings | None]:
-    """Return the settings of each entry of `found`; None if an override says that the entry must not be converted."""
+    """Yield the settings of each entry of `found`; None if an override says that the entry must not be converted."""
     if not isinstance(overrides, Mapping):
         raise InputError(f"overrides: expected a mapping of globs to settings, got {overrides!r}")
     result = [settings] * len(found)

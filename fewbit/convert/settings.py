@@ -34,11 +34,12 @@ EXTRA_BITS_OF_GATES = 1, 1
 EXTRA_BITS_OF_ACTIVATIONS = (2,)
 EXTRA_BITS_OF_NORMS = (1,)
 """The bits that queries, keys and values, gates and what they multiply, and inputs of activations and norms usually have more
-than other tensors. Their errors grow on the way back through the network, whereas those of a linear layer's input stay in the
-gradient of one weight (docs/decisions/0008 and 0021)."""
+than other tensors. Their errors grow on the way back through the network, whereas those of a linear layer's input stay
+in the
+gradient of one weight (docs/decisions/0008 and 0021).
+"""
 EXTRA_BITS_BEFORE_LINEAR = (2,)
-"""The bits that inputs of layer norms and RMS norms have more with `recompute_linear`, because most other tensors are then computed
-from their copies (docs/decisions/0022)."""
+"""The bits that inputs of layer norms and RMS norms have more with `recompute_linear` (docs/decisions/0022)."""
 FAMILIES = (
     kinds.ACTIVATION,
     kinds.CONVOLUTION,
@@ -50,22 +51,22 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class ResolvedSettings:
-    """The settings of one module.
+    """The settings of one module. Those not listed are as in `fewbit.config.LayerSettings`.
 
     Attributes:
         bits: the bits per element of quantized inputs; an average if `has_policy`.
         activation_bits: the bits of the code that a few-bit activation saves for each element.
-        attention_bits: the bits per element of q, k and v, the queries, keys and values of attention. None stands for
-            `bits` if `adapts` is True, else for `bits` and EXTRA_BITS_OF_ATTENTION.
-        gate_bits: the bits per element of the two factors of gated units. None stands for `bits` if `adapts` is True, else
+        attention_bits: the bits per element of q, k and v. None stands for `bits` if `adapts` is True, else for `bits`
+            and
+            EXTRA_BITS_OF_ATTENTION.
+        gate_bits: the bits per element of the two factors of gated units. None stands for `bits` if `adapts` is True,
+            else
             for `bits` and EXTRA_BITS_OF_GATES.
-        group_size, copies, quantizer, functional, everything, autograd_functions, recompute_linear: settings with the
-            meaning that `fewbit.config.LayerSettings` gives.
-        fuses_norms: whether norms save their normalized input in fixed point, and layers after a norm restore their own
-            inputs from the tensor that the norm saved.
-        recomputes: whether activations save copies of their inputs, from which their results are computed again, in place of
+        fuses_norms: whether norms save fixed-point copies, which the layers after them use.
+        recomputes: whether activations save copies of their inputs, from which their results are computed again, in
+            place of
             codes of `activation_bits`.
-        has_policy: whether there is a policy, an object that chooses bits while the model trains.
+        has_policy: whether a policy chooses bits while the model trains.
         has_own_bits: whether an override gives `bits`.
         adapts: whether a policy chooses the bits of the module's inputs.
         chooses_activation_bits: whether a policy chooses `activation_bits`.
@@ -97,12 +98,7 @@ class ResolvedSettings:
         return mean_bits(self._special(self.attention_bits, EXTRA_BITS_OF_ATTENTION, None, ""))
 
     def changed(self, change: LayerSettings) -> ResolvedSettings:
-        """Return these settings with the values that `change` gives for some modules or for the whole model.
-
-        Raises:
-            InputError: the change has a number of bits that is not whole although there is no policy, or `copies=2`
-                although norms save their input in fixed point.
-        """
+        """Return these settings with the values that `change` gives. Raise InputError if they contradict each other."""
         given = {each.name: getattr(change, each.name) for each in fields(change)}
         given = {name: value for name, value in given.items() if value is not None}
         # A policy does not change bits that the user gives.
@@ -150,13 +146,7 @@ class ResolvedSettings:
     def make_norm_quantizer(
         self, context: ForwardContext, name: str = "", is_before_linear: bool = False
     ) -> Quantizer:
-        """Make the quantizer for the input of the norm `name`.
-
-        Args:
-            context: the state that the layers of the model share.
-            name: the path of the norm.
-            is_before_linear: whether linear layers usually get the norm's result.
-        """
+        """Make the quantizer for the norm `name`, whose result linear layers usually get if `is_before_linear`."""
         # The norm's copy is in fixed point, or has the bits that the user gave.
         if self.fuses_norms or self.has_own_bits:
             return self.make_quantizer(context, name)
@@ -204,9 +194,9 @@ class ResolvedSettings:
     def make_graph_settings(self, is_cell: bool = False) -> GraphSettings | None:
         """Return the settings for tensors that torch's operations save; None if these tensors stay exact.
 
-        Args:
-            is_cell: whether the module is a recurrent cell. What a cell saves is compressed by default, and of any size,
-                because the layers after the cell save copies of its results, besides the tensors that the cell saves.
+        What a recurrent cell saves is compressed by default, and of any size, because the layers after the cell save
+        copies of
+        its results anyway.
         """
         if not (self.everything or (is_cell and self.functional)):
             return None
@@ -245,10 +235,6 @@ def mean_bits(quantizer: Quantizer) -> float:
 
 def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) -> ResolvedSettings:
     """Return the settings of all modules that no override changes.
-
-    Args:
-        config: the configuration, which says who chooses bits.
-        layers: the settings that differ from the defaults.
 
     Raises:
         InputError: `layers` is neither a LayerSettings nor a mapping of its fields, has `bits`, or contradicts

@@ -43,14 +43,7 @@ _FUNCTIONS = "_fewbit_functions"
 
 @dataclass
 class Original:
-    """The class and attributes that a module had before its conversion. The module stores this object as an attribute.
-
-    Attributes:
-        cls: the class before the conversion.
-        becomes: the class that the conversion gave the module.
-        attributes: {name: old value} of the attributes that the conversion replaced.
-        added: the names of the attributes that the conversion added.
-    """
+    """What a converted module was, stored as its attribute: the old class, and old values by name of replaced attributes."""
 
     cls: type
     becomes: type
@@ -88,14 +81,13 @@ def convert(
     selection: Selection | None = None,
     before: Callable[[], None] = lambda: None,
 ) -> Conversion:
-    """Convert the modules of a model, and the functions that these modules call, with given settings.
+    """Convert the modules of a model, and the functions that these modules call, in place.
 
-    An earlier conversion is undone first, so that only the new settings hold. If `settings.families` contains only
-    activations, as for `replace_activations_`, an earlier conversion is not undone. Then the selected activations get
-    the new settings, and everything else stays as it is.
+    An earlier conversion is undone first, unless `settings.families` contains only activations, as for
+    `replace_activations_`: then only the selected activations get new settings.
 
     Args:
-        model: the model, which changes in place.
+        model: the model.
         settings: the settings of modules that no override changes.
         selection: the modules to convert; by default all.
         before: a function that is called once, after the checks and after an earlier conversion is undone, but before
@@ -134,8 +126,8 @@ def convert(
 def restore_(model: nn.Module) -> None:
     """Undo `compress_`: give each converted module its class back. Modules created from fewbit's classes stay.
 
-    If a parametrization or fully_shard has subclassed the class of a converted module, that subclass is rebuilt on
-    the module's original class.
+    A class that a parametrization or fully_shard has made of a converted module's class is made again of the original
+    class.
 
     Args:
         model: the model, which changes in place.
@@ -186,10 +178,7 @@ def name_of_attention(path: str) -> str:
 
 
 def may_call(module: nn.Module) -> bool:
-    """Return whether fewbit assumes that a module's forward calls other modules, or functions of any kind.
-
-    This is assumed of all modules except those of torch.nn and fewbit that have no children.
-    """
+    """Return whether a module's forward may call other modules or functions: all but childless ones of torch.nn and fewbit."""
     if next(module.children(), None) is not None:
         return True
     return not (kinds.is_fewbit(module) or type(module).__module__.startswith("torch.nn."))
@@ -201,13 +190,7 @@ def may_call(module: nn.Module) -> bool:
 def _convert(
     selected: Selected, context: ForwardContext, whole: bool
 ) -> ConvertedModule | SkippedModule | None:
-    """Convert a module and return a row of the report; None if there is nothing to report about the module.
-
-    Args:
-        selected: the module and its settings.
-        context: the model's context, through which its layers share state.
-        whole: whether to convert all modules, not only activations.
-    """
+    """Convert a module, an activation only unless `whole`. Return its row of the report, if there is one."""
     path, module, attribute, settings = selected
     if attribute is None and kinds.is_fewbit(module):
         return _convert_again(selected, context, whole)
@@ -247,7 +230,6 @@ def _convert(
 
 
 def _row(path: str, before: str, module: nn.Module, bits: float | None) -> ConvertedModule:
-    """Return the row of the report for a module that has its new class and settings."""
     own = getattr(module, "attention_quantizer", None)
     attention = None if own is None or mean_bits(own) == bits else mean_bits(own)
     after = kinds.name_of(type(module))
@@ -270,7 +252,6 @@ def as_now(report: Report, model: nn.Module) -> Report:
 
 
 def _change_class(module: nn.Module, kind) -> None:
-    """Give a module the class of its kind, and store the old class and attributes in the module."""
     names = (*kind.attributes, *_configured_attributes(kind.becomes))
     replaced = {name: vars(module)[name] for name in names if name in vars(module)}
     for name, method in kinds.methods_of_liger(module).items():
@@ -284,7 +265,7 @@ def _change_class(module: nn.Module, kind) -> None:
 def _convert_again(
     selected: Selected, context: ForwardContext, whole: bool
 ) -> ConvertedModule | SkippedModule | None:
-    """Apply settings to a module that has a class of fewbit already, and return a row of the report.
+    """Apply settings to a module that has a class of fewbit already. Return its row of the report.
 
     Either the user made the module, or an earlier call converted the module and this call converts only activations.
     """
@@ -422,7 +403,7 @@ def _graph_compressor(settings: ResolvedSettings, selected) -> GraphCompressor |
 def _switch_functions(model, settings, selected: list[Selected], context: ForwardContext) -> None:
     """Add hooks to modules whose settings differ from the model's, for the functions that these modules call.
 
-    Functions that an excluded module calls stay exact. Functions that another such module calls get its settings.
+    Functions that an excluded module calls stay exact.
     """
     own = settings_by_module(selected)
     if all(module_settings is settings for module_settings in own.values()):

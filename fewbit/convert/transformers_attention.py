@@ -1,8 +1,6 @@
 """Attention in models of transformers, through transformers' interface for implementations of attention.
 
-`install` registers an implementation with the name "fewbit" in transformers, and makes a model use this implementation.
-`remove` gives the model its earlier implementation back. This file imports transformers only if the process has
-imported it already.
+This file imports transformers only if the process has imported it already.
 """
 
 from __future__ import annotations
@@ -46,9 +44,9 @@ def install(
 ) -> tuple[list[str], dict[str, str]]:
     """Make the models of transformers inside `model` save q, k and v of their attention quantized.
 
-    If the attention implementation in a model's `config` is "sdpa", it becomes "fewbit", which computes the same result
-    with the same masks. Several models may have the same `config` object; for those that were not converted, "fewbit"
-    runs "sdpa". A second call replaces the quantizers.
+    If the attention implementation in a model's `config` is "sdpa", it becomes "fewbit", which computes the same
+    result. Several
+    models may have the same `config`; for those that were not converted, "fewbit" runs "sdpa".
 
     Args:
         model: the model, which changes in place.
@@ -90,7 +88,7 @@ def install(
 
 
 def remove(model: nn.Module) -> None:
-    """Undo `install`: give the model its attention implementation back."""
+    """Undo `install`."""
     for module in model.modules():
         vars(module).pop(_ATTACHED, None)
     for _, inner in _models(model):
@@ -157,10 +155,7 @@ def _register() -> None:
 
 
 def _enables_gqa(theirs, *arguments) -> bool:
-    """Return whether torch repeats the heads of key and value, and not transformers.
-
-    Versions of transformers that have no function for this question repeat the heads themselves.
-    """
+    """Return whether torch repeats the heads of key and value, and not transformers, as its older versions do."""
     try:
         return theirs.use_gqa_in_sdpa(*arguments)
     except (AttributeError, TypeError):

@@ -1,7 +1,4 @@
-"""Gated units in models of transformers, and those of Liger, which replace them.
-
-A gated unit computes act(gate) * up: act is an activation, and gate and up are results of linear layers.
-"""
+"""Gated units act(gate) * up, of linear layers' results gate and up, in models of transformers and of Liger."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ class Unit(NamedTuple):
     Attributes:
         act: the name of the attribute that is the activation; None if the unit always has the same activation.
         source: the source of the forward, by which the class is recognized.
-        forward: a function that returns the unit's result for an input x. It is called as forward(module, x, product),
-            where product(gate, up) is a function that returns act(gate) * up.
+        forward: a function (module, x, product) that returns the unit's result, where product(gate, up) returns
+            act(gate) * up.
         activation: the name of the activation if `act` is None.
     """
 
@@ -40,8 +37,7 @@ class Unit(NamedTuple):
 class GatedUnit(Quantized):
     """A mixin for gated units that saves gate and up quantized, as `fewbit.functional.swiglu` does.
 
-    If the activation is not SiLU, GELU or ReLU, the original forward runs. The unit's linear layers are converted
-    separately.
+    If the activation is not SiLU, GELU or ReLU, the original forward runs.
     """
 
     unit: Unit
@@ -70,12 +66,7 @@ _NAMES = {
 
 
 def _activation(act) -> tuple[str | None, Callable | None]:
-    """Return the arguments `activation` and `function` of `fewbit.functional.products.gated` for an activation module.
-
-    Returns:
-        The name of the activation, or None if `gated` does not support the activation. The callable that computes the
-        activation, or None if that is torch's own function.
-    """
+    """Return the arguments `activation` and `function` of `fewbit.functional.products.gated` for an activation module."""
     if isinstance(act, nn.Module) and _has_hooks(act):
         return None, None
     if isinstance(act, nn.SiLU):

@@ -1,13 +1,7 @@
 """Adapted classes: subclasses of transformers' module classes that save quantized tensors.
 
-In transformers every model defines its own classes for the same few computations. `becomes` recognizes such a class by
-the source of its forward, in which only the names of variables may differ. If a later version of transformers changes a
-class, the class is not recognized and stays as it is. transformers is not imported unless the process has imported it
-already.
-
-An adapted class is a subclass of the module's class, made on first use, that a conversion assigns to
-`module.__class__`. The module then needs an attribute `quantizer`. In evaluation mode the module computes what the
-original class computes.
+Every model defines its own classes for the same few computations, so `becomes` recognizes them by the source of their
+forward. transformers is not imported unless the process has imported it already.
 """
 
 from __future__ import annotations
@@ -32,11 +26,7 @@ __all__ = ["adapted", "becomes", "is_adapted", "misfit_of", "original"]
 
 
 def becomes(module: nn.Module) -> type[nn.Module] | None:
-    """Return the adapted class for a module; None if the module is not recognized.
-
-    transformers' Conv1D, and the root-mean-square norms and gated units of its models are recognized, and the norms and
-    gated units by which Liger replaces them.
-    """
+    """Return the adapted class for a Conv1D, root-mean-square norm or gated unit of transformers or Liger; None for others."""
     cls = class_of(module)
     return None if _adapter(cls) is None or misfit_of(module) else adapted(cls)
 
@@ -63,10 +53,7 @@ def is_adapted(cls: type) -> bool:
 
 
 class _Adapted:
-    """A mixin of the classes that `adapted` makes.
-
-    A pickle of a module contains the original class, because pickle cannot import a class that was made at run time.
-    """
+    """A mixin of adapted classes. A pickle contains the original class, because a class made at run time cannot be imported."""
 
     original: type[nn.Module]
 
@@ -76,7 +63,7 @@ class _Adapted:
 
 @cache
 def adapted(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the adapted class for a class of transformers that `becomes` recognizes."""
+    """Return the adapted class for a class that `becomes` recognizes."""
     doc = f"{cls.__name__} that saves quantized tensors."
     attributes = {"__module__": __name__, "__doc__": doc, "original": cls}
     return type(cls.__name__, (_Adapted, _adapter(cls), cls), attributes)

@@ -29,7 +29,7 @@ class Form(NamedTuple):
     Attributes:
         source: the source of the forward, by which the class is recognized.
         forward: a function (x, scale, eps) that returns the norm's result and the reciprocal root mean square of each
-            row of x, that is, over the last dimension. scale is the weight plus `offset`.
+            row of x. scale is the weight plus `offset`.
         eps: the name of the module's attribute that is added to the mean square before the root is taken.
         weight: the name of the module's attribute that is the weight; None if the norm has no weight.
         offset: the number that is added to the weight, in float32.
@@ -54,13 +54,9 @@ class Form(NamedTuple):
 
 
 class TransformersRMSNorm(Quantized):
-    """A mixin for root-mean-square norms that saves the normalized x quantized.
+    """A mixin for root-mean-square norms that saves the normalized x quantized, and 4 bytes for each row.
 
-    If x needs a gradient, the reciprocal root mean square of each row is also saved, in 4 bytes.
-
-    The mean of the weight's gradient over the random rounding is exact. The mean of x's gradient is exact if `copies`
-    is 2, so that two copies of the normalized x are saved. If `copies` is 1, this mean differs from the exact gradient.
-    `fewbit/functional/layer_norm.py` gives the difference.
+    The weight's gradient is exact in expectation, x's only if `copies` is 2 (docs/concepts/layers.md#bias).
     """
 
     form: Form
@@ -173,7 +169,7 @@ class _TransformersRMSNorm(SavingFunction):
 
 
 def scale_of(weight, offset):
-    """Return weight + offset, the factor by which the normalized x is multiplied; None if there is no weight."""
+    """Return weight + offset, or None if there is no weight."""
     return weight if weight is None or not offset else offset + weight.float()
 
 

@@ -10,10 +10,7 @@ from torch import nn
 
 
 def source_of(cls: type[nn.Module]) -> str | None:
-    """Return the source of a class's `forward` in the form that `canonical` returns.
-
-    If the class has a method `_norm`, the source of `_norm` comes first. Returns None if Python cannot find the source.
-    """
+    """Return the canonical source of a class's `_norm`, if it has one, and `forward`; None if Python cannot find it."""
     try:
         methods = [cls.forward, *([cls._norm] if hasattr(cls, "_norm") else [])]
         sources = [textwrap.dedent(inspect.getsource(method)) for method in methods]
@@ -23,10 +20,7 @@ def source_of(cls: type[nn.Module]) -> str | None:
 
 
 def canonical(source: str) -> str:
-    """Return the source of one or several functions in a form that does not depend on the names of variables.
-
-    Docstrings and annotations are removed, and variables get new names in the order in which they appear.
-    """
+    """Return the source of functions without docstrings, annotations and the names of variables, which are numbered."""
     functions = []
     for function in ast.parse(source).body:
         names = {}

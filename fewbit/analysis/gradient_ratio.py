@@ -224,7 +224,6 @@ def _of_batch(
 
 
 def _context_of(model: nn.Module) -> ForwardContext:
-    """Return the forward context of a converted model."""
     for context in contexts_of(model):
         return context
     raise InputError("expected a model that compress_ has converted, got one that it has not")

@@ -254,7 +254,6 @@ def check_loss(loss) -> None:
 
 
 def _takes_for_tensors(error: TypeError | AttributeError, model: nn.Module, batch) -> bool:
-    """Return whether the error says that the model, or a batch of several tensors, was used as a tensor."""
     if isinstance(error, AttributeError):
         is_argument = error.obj is model or error.obj is batch
         return is_argument and hasattr(torch.Tensor, error.name)
@@ -377,7 +376,6 @@ def parts_of(batch, chunks: int) -> list:
 
 
 def _seed_generators(devices, seed: int) -> None:
-    """Seed the generators of the CPU and of these devices only. torch.manual_seed would seed all devices."""
     seed %= 2**63  # torch accepts no larger seed
     torch.default_generator.manual_seed(seed)
     for device in devices:

@@ -201,7 +201,6 @@ def _watch_activations(model):
 
 
 def _nonlinear(model, saved):
-    """Count the bytes of the storages that activation modules save and no other module does."""
     from fewbit.models.activations import is_activation
 
     paths = {path for path, module in model.named_modules() if is_activation(module)}
@@ -242,11 +241,9 @@ class MemoryReport(Result):
         return record
 
     def _batch(self, measured: Measurement, bits: int | None) -> int:
-        """Return the largest batch by the paper's formula, with `bits` bits per element, or 32 if `bits` is None."""
         return measured.max_batch(measured.saved(bits), self.device_bytes)
 
     def _packed_batch(self, measured: Measurement, bits: int | None) -> int:
-        """Return the largest batch with the bytes that fewbit saves, or that torch saves if `bits` is None."""
         saved = measured.saved(None) if bits is None else measured.saved_packed(bits)
         return measured.max_batch(saved, self.device_bytes)
 
@@ -320,7 +317,6 @@ def _notes(measured: Measurement) -> Iterator[str]:
 
 
 def _facts(measured: Measurement) -> View:
-    """Return a table of the bytes of one model, beside those that the paper prints."""
     printed = PAPER[measured.model][:3] if measured.like_paper else ("-",) * 3
     share = f"{100 * measured.share:.1f} % of it, by nonlinearities alone"
     total = COPIES * measured.model_bytes + measured.activation_bytes

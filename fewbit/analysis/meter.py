@@ -88,7 +88,6 @@ def saved_bytes(model: Callable, *inputs: Any, **kwargs: Any) -> SavedBytes:
 
 
 def _roots(model) -> tuple[dict[str, nn.Module], bool]:
-    """Return {path: module} of the outermost modules of a model or callable, and whether the callable is compiled."""
     found, compiled = {}, False
     while not isinstance(model, nn.Module):
         if hasattr(model, "_torchdynamo_orig_callable"):
@@ -252,12 +251,10 @@ def existing_kinds(roots: dict[str, nn.Module], inputs) -> dict[object, str]:
 
 
 def _are_ranges(tensor) -> bool:
-    """Return whether a tensor looks like the pairs of numbers of groups (docs/concepts/quantizer.md)."""
     return tensor.dtype == torch.bfloat16 and tensor.ndim == 2 and tensor.shape[1] == 2
 
 
 def _kind(tensor, token: Token) -> str:
-    """Return the kind of a storage that did not exist before the forward."""
     if token.origin:
         return {"leaf": "parameter", "cast": "cast"}[token.origin]
     # Packed codes are 1-D int32. A compiled autograd node may hold fewbit's tensors without showing it.

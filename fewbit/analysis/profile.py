@@ -183,7 +183,6 @@ class VarianceProfile(Document):
         ]
 
     def _far(self) -> str:
-        """Return a text that names the contexts which add most variance to other modules' gradients."""
         far = self.terms.copy()
         for row, context in enumerate(self.contexts):
             far[row, [name == context for name in self.parameters]] = 0.0
@@ -213,7 +212,6 @@ def _rest(rows: Sequence[dict]) -> dict:
 
 
 def _sum(name: str, rows: Sequence[dict]) -> dict:
-    """Return a row with the sums of several modules' rows, without standard errors."""
     unknown = {key: math.nan for key in rows[0]}
     names = "sampling", "quantization", "direct", "own"
     return unknown | {key: sum(row[key] for row in rows) for key in names} | {"parameters": name}
@@ -224,8 +222,6 @@ def _variances(name: str, title: str = "", drop: int = 0) -> Column:
 
 
 def _errors(name: str, drop: int) -> Column:
-    """Return the column that shows standard errors in percent of the values."""
-
     def cell(row: dict) -> str:
         value, error = row[name], row[f"{name}_error"]
         if not value or not math.isfinite(value) or not math.isfinite(error):
@@ -237,7 +233,6 @@ def _errors(name: str, drop: int) -> Column:
 
 
 def _variance(value: float) -> str:
-    """Format a variance like 1.2e-4, because the variances of one model differ by many powers of ten."""
     return exponential(value) if value and math.isfinite(value) else f"{value:.3g}"
 
 
@@ -287,7 +282,6 @@ def _ratio(a: float, b: float) -> float:
 
 
 def _array(name: str, value: list, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a float64 array of these values, with NaN for None. Raise InputError if the shape differs."""
     try:
         array = np.array(value, dtype=np.float64)
     except ValueError:

@@ -64,7 +64,6 @@ class StepsProgress:
 
 
 def _console():
-    """Return rich's console of standard error, or False if rich is not installed."""
     try:
         from rich.console import Console
     except ModuleNotFoundError:

@@ -184,7 +184,6 @@ def _outside_compiled(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.M
 
 
 def _origin(tensor) -> str:
-    """Return the origin of a saved tensor, as `Token` describes it."""
     base = tensor if tensor._base is None else tensor._base
     if base.requires_grad and base.is_leaf:
         return "leaf"

@@ -219,7 +219,6 @@ class SavedBytes(Result):
         return lines
 
     def _left(self) -> list[str]:
-        """Return a line for each group of like storages in full, largest first."""
         groups = defaultdict(int)
         for entry in self.left_in_full():
             place = tuple("*" if part.isdecimal() else part for part in entry.module.split("."))
@@ -263,7 +262,6 @@ class SavedBytes(Result):
         return figures.draw(lambda figure: _draw_bars(figure, bars, self), path, force)
 
     def _bars(self, by: str, depth: int | None) -> dict[str, dict[str, int]]:
-        """Return {name of a bar: {kind: bytes}}, largest first. The last of many bars is the sum of the rest."""
         groups = defaultdict(lambda: defaultdict(int))
         sizes = self.by_module(depth) if by == "module" else self.by_module_type()
         names = [name for name, size in sizes.items() if size]

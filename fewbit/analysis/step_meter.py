@@ -92,7 +92,6 @@ class StepMeter:
         return token.restored()
 
     def _count(self) -> None:
-        """Count the tensors that autograd holds now, once in a step."""
         # Autograd runs the backward passes of several devices in threads of their own.
         with self._lock:
             model, self._model = self._model and self._model(), None

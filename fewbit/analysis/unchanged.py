@@ -63,7 +63,6 @@ def _copy(buffer):
 
 
 def _random_states(tensors) -> list[tuple]:
-    """Return (function that sets a random state, state) for the CPU and the devices of the tensors."""
     states = [(torch.set_rng_state, torch.get_rng_state())]
     for device in {tensor.device for tensor in tensors if tensor is not None}:
         if device.type in ("cuda", "xpu"):

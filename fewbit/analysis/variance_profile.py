@@ -149,8 +149,6 @@ class _Deferring(ResolvedSettings):
 
 
 class _Recorder(Recorder):
-    """A recorder with {path: number of contexts that existed before the module's first call} in `called`."""
-
     def __init__(self, noise: Noise):
         super().__init__(Place("", "", False))
         self.noise = noise
@@ -236,7 +234,6 @@ def _measured(compressed: _Measured, exact: _Measured, batch, number, draws, bat
 
 
 def _summed_up(batches) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean of measurements over draws and batches, and its standard error, NaN if there is one draw."""
     draws = [np.asarray(batch) for batch in batches]
     mean = np.mean([batch.mean(0) for batch in draws], axis=0)
     if min(map(len, draws)) < 2:

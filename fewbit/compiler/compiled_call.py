@@ -276,7 +276,6 @@ def _compiled(call: Callable, model: nn.Module, arguments: Mapping) -> Callable:
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """Return whether torch.compile, and not fewbit, has compiled a module."""
     if isinstance(module, OptimizedModule):
         return not isinstance(module, CompiledModel)
     call = module._compiled_call_impl  # of torch's method `Module.compile`
@@ -284,8 +283,6 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 
 class _RunningCompiled(threading.local):
-    """The number of compiled models that this thread runs, each within the one before."""
-
     depth = 0
 
 
@@ -310,7 +307,6 @@ def _outside() -> tuple[str, str] | None:
 
 
 def _modes_prevent_compilation() -> bool:
-    """Return whether torch.compile compiles nothing because of a TorchDispatchMode."""
     if getattr(torch._dynamo.config, "inline_torch_dispatch_torch_compile", False):
         return _python_dispatch.any_torch_dispatch_mode_on_stack()  # the stack of this thread
     return _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
@@ -322,7 +318,6 @@ def _reasons() -> dict[str, int]:
 
 
 def _explanation(frames: Mapping, reasons: Mapping) -> tuple[str, str]:
-    """Return why torch.compile left code to Python since the given counters were read, and advice."""
     new = sorted(text for text, count in _reasons().items() if count != reasons.get(text))
     limits = [text for text in new if "recompile limit" in text]
     if limits:
@@ -352,7 +347,6 @@ def _failed(frames: Mapping) -> int:
 
 
 def _ends(result) -> list:
-    """Return the autograd nodes that have made the tensors in a result, also those inside of torch.func's wrappers."""
     tensors = tensors_in(result) or tensors_in(result, in_objects=True)  # which may take long
     return nodes_of(layer for x in tensors for layer in _layers(x))
 

@@ -155,7 +155,6 @@ def compile_blocks_(
 
 
 def _repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
-    """Return the repeated blocks of a model, a list for each kind of block."""
     groups, inner = {}, set()
     for module in model.modules():
         if module in inner or not isinstance(module, nn.ModuleList | nn.Sequential):
@@ -177,7 +176,6 @@ def _repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks other than fewbit's, which do nothing in compiled code."""
     from fewbit.compiler.compiled_call import is_hook_of_blocks
 
     hooks = (
@@ -246,7 +244,6 @@ def partition_fn(
 def _arguments(
     model, bits, layers, overrides, *, backend="inductor", mode=None, options=None, **settings
 ):
-    """Check the arguments of `compile`. Return a partitioner, or None if it does not work with this torch, and torch.compile's arguments."""
     from torch._dynamo import OptimizedModule  # takes seconds
 
     if not isinstance(model, nn.Module):
@@ -309,7 +306,6 @@ def _partitioner(
     is_inductor: bool = False,
     stacklevel: int = 3,
 ):
-    """Return a `Partitioner`, or None with a warning if it does not work with this version of torch."""
     failure = self_check.failure()
     if failure is None:
         # Another version of torch may lack the private interfaces that this module imports.
@@ -333,7 +329,6 @@ def _of_mode(mode: str | None) -> dict:
 
 
 def _aot_eager(partitioner):
-    """Return a backend that runs the graphs of AOTAutograd op by op."""
     import torch._inductor.lowering  # which the decomposition of max pooling looks up  # noqa: F401
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func

@@ -139,7 +139,6 @@ def _is_elementwise(joint: JointGraph, node: fx.Node) -> bool:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Return whether a node is a constant that is known when the model is compiled, and has the same value everywhere."""
     return node.op == "call_function" and node.target in _CONSTANTS
 
 
@@ -154,7 +153,6 @@ def _growth(factors: list[fx.Node], leaf: fx.Node) -> float | None:
 
 
 def _value(node, known: dict[fx.Node, torch.Tensor]):
-    """Return the values of an elementwise function of the known nodes, or an argument that is no node."""
     if not isinstance(node, fx.Node):
         return node
     if node not in known:
@@ -169,7 +167,6 @@ def _value(node, known: dict[fx.Node, torch.Tensor]):
 
 
 def _replace(joint: JointGraph, group) -> None:
-    """Let a group of roots be computed again, if their arguments have fewer elements."""
     role = "activations" if all(len(found) == 1 for found in group.values()) else "gates"
     modules = set().union(*(joint.roots[node].modules for node in group))
     new: dict[fx.Node, Root] = {}
@@ -206,7 +203,6 @@ def _may_have_copy(joint: JointGraph, node: fx.Node, group) -> bool:
 
 
 def _between(joint: JointGraph, group) -> set[fx.Node]:
-    """Return the nodes by which a group of roots follows from the tensors of which they are functions."""
     ends = {leaf for leaves in group.values() for leaf in leaves}
     ends |= joint.roots.keys() - group.keys()  # masks
     between, _ = joint.part(group, lambda x: x not in ends)

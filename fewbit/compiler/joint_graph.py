@@ -238,7 +238,6 @@ class JointGraph:
                     data.add(node)
 
     def _frontier(self) -> dict[fx.Node, set]:
-        """Return {node of the frontier: how backward nodes use it}, without constants."""
         found = {}
         for user in self.backward:
             for node in user.all_input_nodes:
@@ -247,7 +246,6 @@ class JointGraph:
         return found
 
     def _why_exact(self, node, uses_) -> str:
-        """Return why a frontier node stays exact, "" if it can be quantized."""
         value = node.meta["val"]
         if not self.sizes.knows(value):
             return "its size depends on values of tensors"
@@ -411,7 +409,6 @@ def _has_variance(node) -> bool:
 
 
 def _is_small(node) -> bool:
-    """Return whether a node is a tensor with few elements, or a number."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return not isinstance(value, tuple | list)

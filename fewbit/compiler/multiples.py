@@ -56,16 +56,6 @@ def merge(graph: fx.Graph) -> None:
 
 
 class _Merger:
-    """The state of `merge`.
-
-    Attributes:
-        multiples: {backward node: its `Multiple`}, of the nodes that are computed from other multiples.
-        sources: {node that does not depend on tangents: the tensor of which it is an affine function, or None if it can
-            be computed from inputs and small tensors}. These nodes need no copies of their own.
-        users: {source: the backward nodes that use an affine function of it}.
-        replaced: {backward node: the product that has replaced it}.
-    """
-
     def __init__(self, graph: fx.Graph):
         self.graph = graph
         self.backward = backward_nodes(graph)
@@ -114,7 +104,6 @@ class _Merger:
             users -= inside - kept
 
     def _steps_to(self, node, members) -> set[fx.Node]:
-        """Return the members from which a node is computed, and the node."""
         steps, todo = set(), [node]
         while todo:
             step = todo.pop()
@@ -196,7 +185,6 @@ class _Merger:
         return Multiple(gradient, number, other)
 
     def _sum(self, first: Multiple, second: Multiple, sign: int, node) -> Multiple | None:
-        """Return first + sign * second, if they are multiples of the same gradient."""
         gradient = first.gradient
         second = second._replace(number=sign * second.number)
         if second.gradient is not gradient:
@@ -246,7 +234,6 @@ class _Merger:
 
 
 def _scaled(multiple: Multiple, other: float, is_first: bool, is_quotient: bool) -> Multiple | None:
-    """Return a multiple times a number, or divided by it."""
     if is_quotient and (is_first or other == 0):
         return None
     number = multiple.number / other if is_quotient else multiple.number * other
@@ -263,5 +250,4 @@ def _bits(sources) -> int:
 
 
 def _has_same_shape(x, node) -> bool:
-    """Return whether x is a tensor of floating-point numbers with the shape of a node."""
     return is_floating(x) and is_same(x.meta["val"].shape, node.meta["val"].shape)

@@ -60,7 +60,6 @@ def _is_free(x, backward) -> bool:
 
 
 def _multiply(graph, node, backward) -> None:
-    """Replace a quotient by a product with the reciprocal of the divisor."""
     value = node.meta["val"]
     # The reciprocal of a float16 number may be infinite. That of an integer would be float32.
     dtype = wide(value.dtype)
@@ -157,7 +156,6 @@ def _factors(node) -> tuple[fx.Node | None, fx.Node | None]:
 
 
 def _multiples(x) -> dict[fx.Node, float | None]:
-    """Return {x: None} and {x * k: k} for numbers k."""
     return {x: None} | {
         y: y.args[1]
         for y in x.users

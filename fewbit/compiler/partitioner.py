@@ -51,7 +51,7 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, joint_module, joint_inputs, **options
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Partition a joint graph. The arguments are those of torch's `min_cut_rematerialization_partition`."""
+        """Partition a joint graph, with the arguments of torch's `min_cut_rematerialization_partition`."""
         joint_module.graph.eliminate_dead_code()
         exact_graph = _copy(joint_module.graph)
         joint, copies = self._rewrite(joint_module, options)
@@ -71,7 +71,6 @@ class Partitioner(CustomPartitionerFn):
         return graphs
 
     def _rewrite(self, module, options) -> tuple[JointGraph, Mapping[fx.Node, Copy]]:
-        """Insert copies into a joint graph. Return the analysis of the graph, and {node: the copy of its tensor}."""
         undo_reshapes(module.graph)
         graph = fx_graph_cse(module.graph)
         simplify(graph)

@@ -154,7 +154,6 @@ def _is_tensor(node) -> bool:
 
 
 def _given(node) -> str | None:
-    """Return the name of the input of the graph that a node is or views; None if it is something else."""
     while node.op == "call_function" and node.target in VIEWS - {torch.ops.aten.clone.default}:
         node = node.all_input_nodes[0]
     return node.name if node.op == "placeholder" else None

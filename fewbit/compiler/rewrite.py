@@ -122,7 +122,6 @@ class Rewriter:
             place[node] = (*place[after], counts[after])
 
     def _insert_seeds(self, chosen) -> None:
-        """Draw a seed for each chosen tensor that is rounded at random, on the device of the tensor."""
         devices: dict[torch.device, list[fx.Node]] = {}
         for node in chosen:
             if not self.joint.roots[node].codes:  # masks and indices are not rounded
@@ -218,7 +217,6 @@ class Rewriter:
         return next((x for x in masks if uses.unaliased(x.args[0]) is node), None)
 
     def _zero_where(self, mask, x, like) -> fx.Node:
-        """Return x in the backward graph, with zeros where a mask is true."""
         value = like.meta["val"]
         kwargs = {"dtype": value.dtype, "device": value.device}
         zero = self._call(aten.scalar_tensor.default, (0.0,), kwargs, tag=True)
@@ -242,7 +240,6 @@ class Rewriter:
                     user.replace_input_with(x, other)
 
     def _restore(self, node: fx.Node) -> fx.Node:
-        """Return the node that a backward node gets in place of a node."""
         if not self._may_be_restored(node):
             return node
         if node not in self._restored:
@@ -292,7 +289,6 @@ class Rewriter:
         return self._computed_again(node, inputs)
 
     def _computed_again(self, node, inputs: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Return a copy of a node in the backward graph, with other inputs."""
         again = self.graph.node_copy(node, inputs.get)
         again.meta = {"val": node.meta["val"], **origin(node), **_IN_BACKWARD}
         return again
@@ -310,7 +306,6 @@ class Rewriter:
         }
 
     def _empty(self, x: fx.Node) -> fx.Node:
-        """Return a node for a tensor of the size of x whose values are not read."""
         value = x.meta["val"]
         settings = {"dtype": value.dtype, "device": value.device}
         place = self._sizes(value.shape), self._sizes(value.stride())
@@ -322,7 +317,6 @@ class Rewriter:
     def _call(
         self, target, args, kwargs=None, like: fx.Node | None = None, tag: bool = False
     ) -> fx.Node:
-        """Insert a call into the graph (`graphs.insert`), if `tag` into the backward graph."""
         node = insert(self.graph, self._mode, target, args, kwargs, like)
         if tag:
             node.meta |= _IN_BACKWARD
@@ -353,7 +347,6 @@ def kind_of(root: Root, settings: ResolvedSettings) -> str:
 
 
 def _order(value: torch.Tensor) -> list[int]:
-    """Return the order of dimensions in which a tensor is contiguous; the usual order if it is not dense."""
     shape, stride = hints(value.shape), hints(value.stride())
     is_dense = layout.are_dense(shape, stride)
     return layout.outermost_first(shape, stride) if is_dense else list(range(value.dim()))

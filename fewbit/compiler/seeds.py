@@ -15,8 +15,6 @@ from fewbit.runtime.ops.library import define
 
 
 class _Counter:
-    """The counter of one device, and the seed of torch's generator when it started."""
-
     def __init__(self, device: torch.device):
         with torch.inference_mode(False):  # or later draws could not change it
             self.value = torch.zeros(1, dtype=torch.int64, device=device)

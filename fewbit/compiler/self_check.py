@@ -117,8 +117,6 @@ def _compared() -> str | None:
 
 
 class _Network(nn.Module):
-    """A small network with a norm, linear layers, attention and an activation."""
-
     def __init__(self):
         super().__init__()
         self.norm, self.qkv = nn.LayerNorm(64), nn.Linear(64, 192)
@@ -131,7 +129,6 @@ class _Network(nn.Module):
 
 
 def _forward(network, x) -> tuple[torch.Tensor, int]:
-    """Return network(x), and the bytes that the forward pass saves, apart from parameters and x."""
     sizes = {}
 
     def pack(saved):
@@ -146,7 +143,6 @@ def _forward(network, x) -> tuple[torch.Tensor, int]:
 
 
 def _mark() -> Path | None:
-    """Return the file that exists if the check has passed; None if there is no cache folder."""
     folder = cache_folder("compile")
     if folder is None:
         return None

@@ -19,7 +19,6 @@ LINEAR, UNUSED = "linear", "unused"
 
 
 def _overloads(*names: str, ops=aten) -> set:
-    """Return the overloads with names such as "mul.Tensor" that this version of torch has in a namespace."""
     found = set()
     for name in names:
         packet, _, overload = name.partition(".")

@@ -136,7 +136,6 @@ def _are_differentiated(*vectors) -> bool:
 
 
 def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, quantizer):
-    """Compute the batch norm of x viewed in the shape `view`, and quantize the normalized input in x's own shape."""
     if not torch.compiler.is_compiling():
         arguments = view, mean, var, weight, bias, momentum, eps, copies, quantizer
         return _BatchNormFunction.call(x, *arguments)[0]
@@ -154,8 +153,6 @@ def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, q
 
 
 class _BatchNormFunction(SavingFunction):
-    """Batch norm in training, which returns (y, mean, reciprocal standard deviation)."""
-
     @staticmethod
     def forward(
         ctx,
@@ -254,7 +251,6 @@ class _BatchNormFunction(SavingFunction):
 
 
 def _dequantized_gradients(ctx, grad, kept):
-    """Return the gradients of input, weight and bias, by torch's function for the dequantized normalized input."""
     needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
     has_one_copy = kept.copy("x2") is None
     rstd, weight, x = kept.tensor("rstd"), kept.tensor("weight"), kept.values("x", ctx.dtype)

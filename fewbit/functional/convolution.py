@@ -175,7 +175,6 @@ def conv_transpose3d(
 
 
 def _convolve(dims, x, weight, bias, settings, quantizer):
-    """Compute a convolution; `settings` is (stride, padding, dilation, transposed, output_padding, groups), as the user gave them."""
     stride, padding, dilation, transposed, output_padding, groups = settings
     served = is_differentiated(x, weight, bias) and x.dim() in (dims + 1, dims + 2)
     if isinstance(padding, str):

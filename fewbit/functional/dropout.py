@@ -100,18 +100,6 @@ def feature_alpha_dropout(
 
 
 def _dropout(torchs_own, x, p, training, inplace, features=None, kind="plain") -> Tensor:
-    """Apply dropout and save the mask for the backward pass.
-
-    Args:
-        torchs_own: torch's function, which runs if there is no mask to save.
-        x: the input.
-        p: as in torch.
-        training: as in torch.
-        inplace: as in torch.
-        features: the number of leading dimensions along which the mask varies; None for all; 0 if torch's own function
-            is to run.
-        kind: "alpha" for alpha dropout, else "plain".
-    """
     if features == 0 or not _needs_mask(x, p, training, inplace):
         return torchs_own(x, p, training, inplace)
     if torch.compiler.is_compiling():
@@ -123,7 +111,6 @@ def _dropout(torchs_own, x, p, training, inplace, features=None, kind="plain") -
 
 
 def _needs_mask(x, p, training, inplace) -> bool:
-    """Return whether the call needs a mask and is one that torch allows."""
     if not training or not 0 < p < 1 or not is_differentiated(x):
         return False
     if x.dtype not in FLOATING or x.layout is not torch.strided or not x.numel():
@@ -181,7 +168,6 @@ class _Dropout(SavingFunction):
 
 
 def _drawn(x, p, kind, features, inplace, plain):
-    """Apply dropout by torch's steps where it has no fused kernel, and return (result, mask, packed mask)."""
     if features is None:
         noise = torch.empty_like(x)
     else:
@@ -207,7 +193,6 @@ def _drawn(x, p, kind, features, inplace, plain):
 
 
 def _masked(encoding, stride, x, packed):
-    """Return x times the packed mask."""
     if is_plain(x):
         return activation_ops.decode_mul(x, packed, Encoding.parse(encoding), stride)
     return activation_ops.decode_mul_op(x, packed, encoding, stride)

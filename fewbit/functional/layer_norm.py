@@ -241,7 +241,6 @@ def save_and_share(x, y, statistics, weight, bias, copies, quantizer, channels=N
 
 
 def _last(shape) -> tuple[int, ...]:
-    """Return the dimensions that a norm of this normalized shape normalizes, counted from the last one."""
     return tuple(range(-len(shape), 0))
 
 
@@ -291,11 +290,6 @@ class _LayerNorm(SavingFunction):
 
 
 def _fused_rms_norm(x, shape, weight, eps):
-    """Return RMS norm's result and reciprocal root mean squares, by torch's fused kernel.
-
-    The kernel for CUDA needs one dtype. For two dtypes torch computes in float32 or wider, and rounds the result to the
-    dtype of x.
-    """
     kernel = torch.ops.aten._fused_rms_norm
     if weight is None or weight.dtype == x.dtype:
         return kernel(x, shape, weight, eps)

@@ -162,7 +162,6 @@ def _needs_gradient(weight: Tensor | None) -> bool:
 
 
 def _torch_supports(rows, index, weight, label_smoothing) -> bool:
-    """Return whether torch has a chunked function, and supports these arguments."""
     if not hasattr(torch.nn, "LinearCrossEntropyOptions") or torch.compiler.is_compiling():
         return False
     if torch.is_autocast_enabled(rows.device.type) or _needs_gradient(weight) or label_smoothing:
@@ -171,7 +170,6 @@ def _torch_supports(rows, index, weight, label_smoothing) -> bool:
 
 
 def _in_regions(rows, linear_weight, index, size, *, linear_bias, weight, reduction, **options):
-    """Compute the loss with one checkpointed region for each chunk of `size` rows."""
     each = "none" if reduction == "none" else "sum"
 
     def loss(rows, index):
@@ -191,7 +189,6 @@ def _in_regions(rows, linear_weight, index, size, *, linear_bias, weight, reduct
 
 
 def _weights_of(index, weight, ignore_index):
-    """Return the weight of each target's class, and 0 if the target is ignored."""
     is_used = index != ignore_index
     if weight is None:
         return is_used

@@ -110,7 +110,6 @@ def _torch_max(dims, x, arguments, return_indices, adaptive):
 
 
 def _of_torch(name: str, dims: int):
-    """Return torch's function `name` for the given number of dimensions."""
     return getattr(torch_functional, f"{name}{dims}d")
 
 
@@ -301,15 +300,6 @@ class _AdaptiveAvgPoolFunction(SavingFunction):
 
 
 class _Source(NamedTuple):
-    """The properties of an input that the input's gradient depends on.
-
-    Attributes:
-        dims: the number of dimensions that are pooled, 1 to 3. As in torch, the ops for two dimensions pool one.
-        size: the input's size.
-        stride: the strides of a dense tensor with the input's size and memory format.
-        dtype: the input's dtype.
-    """
-
     dims: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -354,14 +344,12 @@ def _is_channels_last(x) -> bool:
 
 
 def _per_dim(value, dims: int) -> tuple[int, ...]:
-    """Return `value` as one number for each dimension, as torch does."""
     if not isinstance(value, tuple | list):
         return (value,) * dims
     return tuple(value) * dims if len(value) == 1 else tuple(value)
 
 
 def _as_2d(dims: int, *windows):
-    """Extend kernel, stride, padding and perhaps dilation from one dimension to two, as torch does."""
     if dims > 1:
         return windows
     return tuple((other, *one) for other, one in zip((1, 1, 0, 1), windows, strict=False))

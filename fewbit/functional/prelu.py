@@ -126,7 +126,6 @@ class _PReLU(SavingFunction):
 
 
 def _broadcast(weight, x):
-    """Return the slopes, one in all or one for each channel (dimension 1), in a shape that broadcasts to x."""
     if weight.numel() == 1:
         return weight.reshape(())
     return weight.reshape(-1, *[1] * (x.dim() - 2))

@@ -195,11 +195,6 @@ class ProbingPolicy(BitPolicy):
         return assignment
 
     def _counts(self, groups) -> bool:
-        """Return whether a forward pass counts as a step of the training.
-
-        Another process may run more or fewer forward passes alone, so these do not count once several processes train
-        the model, and the first joint forward pass undoes what the policy has learned before.
-        """
         if groups:
             self._is_joint = True
             if self._before_alone is not None:

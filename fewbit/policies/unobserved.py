@@ -61,10 +61,6 @@ class Unobserved:
 
 
 def _with_alike(model: nn.Module, traced: set[str]) -> set[str]:
-    """Return the traced layers, and all trained layers of the same classes in compiled modules.
-
-    The compiler may trace one of several similar layers, and run its code for all of them.
-    """
     if not traced:
         return traced
     modules, inside = {}, set()

@@ -138,7 +138,6 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: 
 
 
 def _attention_of_shards(inputs, how: How, quantizer: Quantizer):
-    """Return attention of DTensors, computed from local tensors; None if that is not possible."""
     *factors, mask, bias = inputs
     if mask is not None or bias is not None or how.dropout_p > 0 or how.weighed:
         return None
@@ -276,16 +275,6 @@ def _value_copy(value, others, how: How, quantizer: Quantizer):
 
 
 def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Tensor]:
-    """Return the gradients of those inputs that need one, from blocks or by differentiating torch's own attention.
-
-    Args:
-        inputs: query, key, value, mask and position bias.
-        grads: the gradients of the results; None for a result without a gradient.
-        needs: five booleans, whether each input needs a gradient.
-        autocast: autocast's dtype in the forward pass, or None if autocast was off.
-        how: the settings of the call.
-        state: the state of torch's generator before the forward pass, or None without dropout.
-    """
     query = inputs[0]
     if autocast is None and uses_blocks(inputs, grads, how):
         with bypass():

@@ -105,7 +105,6 @@ def grouped_mm(
 
 
 def _is_quantized(a: Tensor, b: Tensor) -> bool:
-    """Return whether a factor is saved quantized. torch's own functions run for DTensors."""
     return not is_distributed(a) and is_quantized_product(a, b)
 
 
@@ -149,7 +148,6 @@ def _product(first: str, second: str, result: str, a: Tensor, b: Tensor) -> Tens
 
 
 def _saved(a: Tensor, b: Tensor, quantizer: Quantizer):
-    """Return both factors as `copies.keep` takes them."""
     if _is_parameter(a):
         return copies.unquantized(a), quantize_factor(quantizer, b)
     first = quantize_factor(quantizer, a)

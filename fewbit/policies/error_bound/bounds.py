@@ -160,7 +160,6 @@ class Bounds(Rows):
 
 
 def _name(row: Bounded) -> str:
-    """Return the layer's path, with the number of the input if it is not the first."""
     last = " f'" if row.input is None else f" [{row.input}]" * (row.input > 0)
     return module_name(row.name) + last
 

@@ -81,7 +81,6 @@ def shares_by_slot(host, calls: list[list[MeasuredGradient]]) -> dict[tuple, lis
 
 
 def _shares(host, gradients: list[MeasuredGradient]) -> list[Share]:
-    """Return a `Share` for each gradient of one call, without gradients that the errors do not change."""
     by_place = {}
     for gradient in gradients:
         error2 = host_square(host, gradient.tensor.error) / gradient.tensor.elements

@@ -86,7 +86,6 @@ def warn(slots: Slots, ratio: float, limit: float) -> None:
 
 
 def _totals(slots: Slots, exact: Container) -> tuple[Pair, Pair]:
-    """Return the sums of squared norms over all slots: of parameters' gradients, and of all gradients."""
     pairs = [slot.pairs(name in exact) for name, slot in slots.items()]
     return sum_of([of_parameters for of_parameters, _ in pairs]), sum_of(
         [all_ for _, all_ in pairs]

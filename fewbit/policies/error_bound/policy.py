@@ -111,7 +111,6 @@ class ErrorBoundPolicy(ProbingPolicy):
         return monitor.turn_of(self.knowledge.slots, self.knowledge.next, self._exact())
 
     def _exact(self) -> set[tuple[str, int]]:
-        """Return the slots that are saved exactly because of their bounds."""
         return {name for name, codec in self._codecs.items() if isinstance(codec, ExactCodec)}
 
     def codec_of(self, name: tuple[str, int]):

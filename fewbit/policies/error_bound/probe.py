@@ -233,7 +233,6 @@ class _WithExactValues(Restoring):
 def _gradient(
     slot: TensorSlot, part: GradientError, labels, kind, results, exact
 ) -> MeasuredGradient:
-    """Return the measurements of one gradient of a layer; `exact` has the gradients computed from exact values, or None."""
     label = labels[part.place]
     if slot.user is not None:
         label = f"{slot.user}: {label}"
@@ -246,7 +245,6 @@ def _gradient(
 
 
 def _measured(results, noisy, tensor: MeasuredTensor) -> list[GradientError]:
-    """Return the error model of each gradient of a layer, from its change by noise in a saved tensor."""
     parts = []
     for place, (clean, other) in enumerate(zip(results, noisy, strict=True)):
         if clean is not None and other is not None:
@@ -265,7 +263,6 @@ def _as_tuple(results) -> tuple:
 
 
 def _row_squares(x) -> torch.Tensor:
-    """Return the sum of squares of each entry of dimension 0: (len(x),) float64, or (1,) for a 0-D tensor."""
     x = x if x.dim() > 1 else x.reshape(-1, 1)
     dtype = torch.promote_types(x.dtype, torch.float32)
     return torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim())), dtype=dtype).double().square()

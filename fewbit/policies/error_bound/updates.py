@@ -105,5 +105,4 @@ def _updated_constraint(
 
 
 def _latest(rows: tuple, row) -> tuple:
-    """Return `rows` and `row`, without the oldest entries if there are more than HISTORY."""
     return (*rows, row)[-HISTORY:]

@@ -227,7 +227,6 @@ def _autocast(x, function: str):
 
 
 def _made_contiguous(x, function: str):
-    """Return x as torch passes it to its own function, which may be a contiguous copy."""
     return x.contiguous() if x.device.type in MADE_CONTIGUOUS[function] else x
 
 

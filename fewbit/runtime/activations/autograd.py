@@ -1,8 +1,8 @@
-"""The autograd Functions of few-bit activations, around the implementations in `fewbit.runtime.ops`.
+"""The autograd Functions of few-bit activations.
 
-`Activation` calls fused kernels in eager mode, without torch's dispatcher, which takes longer than torch's own
-activation of a small tensor. `Traceable` serves compilers, and `Transformable` callables and the transforms of
-`torch.func`.
+`Activation` calls fused kernels in eager mode, without torch's dispatcher; `Traceable` serves compilers,
+`Transformable`
+callables and the transforms of `torch.func`.
 """
 
 from __future__ import annotations

@@ -148,11 +148,6 @@ _TOLERANCE = 0.02
 
 
 def _identity(function) -> tuple:
-    """Return a key under which the callable's table is stored.
-
-    It is not the callable's id alone, because Python makes a new object whenever a method is looked up or a lambda's
-    line runs.
-    """
     if isinstance(function, types.MethodType):
         return id(function.__self__), id(function.__func__)
     if isinstance(function, types.FunctionType):
@@ -161,7 +156,6 @@ def _identity(function) -> tuple:
 
 
 def _used(function) -> tuple:
-    """Return the values that a function encloses, and its defaults."""
     if not isinstance(function, types.FunctionType):
         return ()
     keywords = function.__kwdefaults__ or {}
@@ -174,7 +168,6 @@ def _key_of(value):
 
 
 def _remember(key, solved: _Solved) -> None:
-    """Store an entry as the newest one, and delete the oldest entries if there are too many."""
     with _lock:
         _solved.pop(key, None)
         while len(_solved) >= _MOST_SOLVED:
@@ -183,11 +176,6 @@ def _remember(key, solved: _Solved) -> None:
 
 
 def _probe(function, device, dtype) -> torch.Tensor:
-    """Return the callable's values at 64 numbers between -10 and 10.
-
-    Raises:
-        FunctionError: a parameter of the callable needs a gradient.
-    """
     with torch.enable_grad(), bypass():
         values = function(_points(device, dtype))
     check_result(function, values)

@@ -1,9 +1,10 @@
 """Activations in converted models, whose results are computed again in the backward pass instead of saved (docs/decisions/0021).
 
-If the input x has a copy, that of the activation itself or of the norm before it, the layer after the activation f
-computes f(x^) instead of saving f(x), with biases of the second order. tanh and sigmoid save a copy of the result,
-which is precise where the function is saturated. An activation with a derivative of two values saves 1 bit for each
-element, on each side of which f is linear, so f of a norm's copy and this bit is exact in the mean.
+The layer after the activation f computes f(x^) from a copy of x, with biases of the second order. tanh and sigmoid save
+a
+copy of the result, which is precise where the function is saturated. An f of two slopes saves 1 bit for each element,
+with
+which f of a norm's copy is exact in the mean.
 """
 
 from __future__ import annotations
@@ -140,7 +141,6 @@ _SIDES = {  # {function: its values where the derivative is 0, from its paramete
 
 
 def _from_side(function, parameters, encoding, stride, x, codes):
-    """Return f(x), with the slope that the code of each element stands for."""
     y = _times_slope(x, codes, encoding, stride)
     ends = _SIDES[function](*parameters)
     if ends is None:

@@ -409,7 +409,6 @@ def cpu(isa: str | None = None) -> Kernels:
 
 
 def _asked_isa() -> str | None:
-    """Return the value of FEWBIT_CPU_ISA; None if the variable is unset or empty."""
     asked, there = os.environ.get("FEWBIT_CPU_ISA"), _kernels.cpu_isas()
     if asked and asked not in there:
         raise FewbitError(

@@ -1,7 +1,6 @@
-"""The reference backend: plain torch for any device. The results of all other backends must equal its results exactly.
+"""The reference backend: plain torch for any device, to whose results those of all other backends are equal.
 
-Inputs are dense: their elements fill a contiguous part of storage (`layout.is_dense`). Every function follows
-docs/reference/table_schema.md to the letter.
+Inputs are dense (`layout.is_dense`). docs/reference/table_schema.md specifies every function.
 """
 
 from __future__ import annotations
@@ -140,10 +139,6 @@ def decode_mul(
 
 
 def _located(flat: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """Return the code of each element of `flat`, (n,) uint8.
-
-    An element below all breaks has the code `encoding.initial`. Each break below the element flips bits of the code.
-    """
     breaks = encoding.breaks64
     if flat.dtype != torch.float64:
         breaks, flat = encoding.breaks32, flat.to(torch.float32)

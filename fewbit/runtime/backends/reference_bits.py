@@ -92,5 +92,4 @@ def entries_of(values: torch.Tensor, vectors, inner: int) -> list[torch.Tensor |
 
 
 def _to_int32(words: torch.Tensor) -> torch.Tensor:
-    """Convert unsigned 32-bit numbers, given as int64, to int32 with the same bits."""
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -1,8 +1,4 @@
-"""Fixed-point codes of a norm's normalized input x~, in plain torch for any device (`fewbit.runtime.ops.fixed_point`).
-
-The results equal those of the compiled kernels exactly, because operations on elements are in float32 and in the order
-of csrc/common/fixed_point.h.
-"""
+"""Fixed-point codes (`fewbit.runtime.ops.fixed_point`) in plain torch, bit for bit those of csrc/common/fixed_point.h."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The group quantizer (docs/concepts/quantizer.md) in plain torch, for any device.
-
-The results equal those of the compiled kernels exactly. A group never crosses samples of 64 features or more; shorter
-samples are concatenated, and groups run across them.
-"""
+"""The group quantizer (docs/concepts/quantizer.md) in plain torch, bit for bit that of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -294,7 +290,6 @@ def _stream(rows, seed, bits, group_size, kind, first_group):
 
 
 def _uniform(cut, exists, seed, bits, first_group, group_size):
-    """Return the codes, minimums and ranges of the groups of a uniform copy."""
     top = 2**bits - 1
     minimum, extent = _limits(cut, exists)
     # The clamp prevents an overflow for ranges below 1e-31. full_like makes a division of two tensors, because torch
@@ -329,7 +324,6 @@ def seed_of(ranges):
 
 
 def _restored(packed, ranges, bits, group_size, samples, features, kind, seed, first_group):
-    """Return the values of samples of equal bits, (samples, features) float32; `ranges` are without the rows of the seed."""
     codes = unpack(packed, bits, samples * features).view(samples, features)
     cut, exists = _cut(codes.to(torch.float32), group_size)
     minimum, extent = limits_of(ranges)
@@ -399,5 +393,4 @@ def _float(bits):
 
 
 def _upper(x):
-    """Return the upper 16 bits of each float32, as int16."""
     return (x.contiguous().view(torch.int32) >> 16).to(torch.int16)

@@ -1,8 +1,7 @@
-"""Rotated copies (docs/concepts/quantizer.md) in plain torch, for any device.
+"""Rotated copies (docs/concepts/quantizer.md) in plain torch, bit for bit those of the compiled kernels.
 
-The results equal those of the compiled kernels exactly. The remainders of a group's mean are multiplied by random signs
-and by a Hadamard matrix, which makes them look normal, and saved as codes of the levels that are best for a normal
-distribution (EDEN, Vargaftik et al., ICML 2022).
+The remainders of a group's mean, multiplied by random signs and a Hadamard matrix, get the codes that are best for a
+normal distribution (EDEN, Vargaftik et al., ICML 2022).
 """
 
 from __future__ import annotations
@@ -26,16 +25,6 @@ _SHARE_OF_ONE = 8.0  # a group is rotated twice if one element has more than 1 /
 
 
 class _Remainders(NamedTuple):
-    """Groups without their means.
-
-    Attributes:
-        values: (groups, 256) float32, the elements minus the group's mean, times `factor`; zero where no element is.
-        lengths: (groups,) int64, the number of elements of each group.
-        mean: (groups,) float32, the means that were subtracted.
-        factor: (groups,) float32, a power of two that keeps the squares in the range of float32; 1 for most groups.
-        energy: (groups,) float32, the sums of the squares of `values`.
-    """
-
     values: torch.Tensor
     lengths: torch.Tensor
     mean: torch.Tensor
@@ -106,7 +95,6 @@ def energies(cut, exists, is_masked):
 
 
 def _remainders(cut, exists, is_masked) -> _Remainders:
-    """Return groups without their means, which are rounded to bfloat16. The arguments are those of `quantize_groups`."""
     there = _padded(exists)
     lengths = there.sum(1)
     x = torch.where(there, _padded(cut), 0.0)
@@ -129,7 +117,6 @@ def root(x):
 
 
 def _padded(x):
-    """Return (groups, group_size) numbers as (groups, 256), with zeros at the end."""
     return torch.nn.functional.pad(x, (0, LARGEST_ROTATED_GROUP - x.shape[1]))
 
 
@@ -150,7 +137,6 @@ def _drop_half(scale, draw):
 
 @lru_cache(maxsize=32)
 def _normal_levels(bits, device):
-    """Return the positive breaks of the normal table, and the levels of rotated copies, as float32 tensors."""
     breaks, levels = normal_levels(bits)[0], rotated_levels(bits)
     return tuple(torch.tensor(x, dtype=torch.float32, device=device) for x in (breaks, levels))
 
@@ -159,7 +145,6 @@ def _normal_levels(bits, device):
 
 
 def _counters(seed, first_group, count):
-    """Return the first Philox counter of each group, (count,) int64 on the seed's device."""
     group = torch.arange(first_group, first_group + count, device=seed.device)
     return _FIRST_COUNTER + _COUNTERS * group
 
@@ -183,7 +168,6 @@ def _rotated(values, lengths, words, is_twice):
 
 
 def _second(lengths, is_twice):
-    """Return whether groups are rotated twice, (groups, 1) bool."""
     is_power = (lengths & (lengths - 1)) == 0
     return (is_twice | ~is_power)[:, None]
 
@@ -218,7 +202,6 @@ def _rotate(values, lengths, signs):
 
 
 def _rotated_back(values, lengths, words, is_twice, scale):
-    """Undo the rotations of `_rotated`, and multiply by the scale of each group, (groups,) float32."""
     once = _rotate_back(values, lengths, words[:, 2:], torch.ones_like(scale))
     y = torch.where(_second(lengths, is_twice), _moved(once, lengths, -1), values)
     return _rotate_back(y, lengths, words[:, :2], scale)
@@ -260,7 +243,6 @@ def _with_sign(x, negative):
 
 
 def _transformed(y):
-    """Return the Walsh-Hadamard transform of each row, whose length is a power of two."""
     rows, size = y.shape
     half = size // 2
     while half:

@@ -1,10 +1,6 @@
-"""Codecs compress saved tensors so that the error stays within a bound, all with one interface (docs/concepts/codecs.md).
+"""Codecs compress saved tensors so that the error stays within a bound (docs/concepts/codecs.md; AC-GC, section 5).
 
-    payload = codec("quant").compress(tensor, bound)
-    values = codec("quant").decompress(payload)
-
-Each codec takes the place of a method in the paper AC-GC, section 5. This folder may import the other folders of
-`fewbit.runtime` except `activations`.
+This folder may import the other folders of `fewbit.runtime` except `activations`.
 """
 
 from __future__ import annotations

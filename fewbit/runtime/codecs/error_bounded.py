@@ -98,7 +98,6 @@ def _holds(x, payload: Payload, limits) -> bool:
 
 
 def _scaled(x, factors) -> torch.Tensor:
-    """Return x times one factor, or times a factor for each channel (dimension 1); contiguous, float32 or float64."""
     factors = factors.to(_computed_in(x.dtype))
     if len(factors) > 1:
         factors = factors.view(-1, *(1,) * (x.dim() - 2))

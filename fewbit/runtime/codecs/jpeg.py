@@ -1,7 +1,6 @@
-"""The codec `jpeg`: a cosine transform of small blocks of images, whose coefficients are rounded.
+"""The codec `jpeg`: a cosine transform of small blocks of images, whose coefficients are rounded (AutoJPEG, AC-GC, section 5).
 
-It has the purpose of AutoJPEG in the paper AC-GC, section 5, but the step of the coefficients follows from the bound,
-because the transform is orthonormal.
+The step of the coefficients follows from the bound, because the transform is orthonormal.
 """
 
 from __future__ import annotations
@@ -101,10 +100,6 @@ class Transformed(NamedTuple):
 
 
 def _coefficients(x) -> torch.Tensor:
-    """Return the coefficients of the cosine transform, (C, blocks, K) float32, for blocks of K elements.
-
-    If blocks do not fit into an image, the last row and column of the image are repeated.
-    """
     samples, channels, height, width = x.shape
     h, w = min(EDGE, height), min(EDGE, width)
     padded = torch.nn.functional.pad(x.float(), (0, -width % w, 0, -height % h), mode="replicate")

@@ -79,7 +79,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _compress(self, x: torch.Tensor, limits: torch.Tensor, seed) -> Payload:
-        """Compress a detached tensor, with bounds from `checked`, as the codec does it."""
+        pass
 
     def decompress(self, payload: Payload) -> torch.Tensor:
         """Decompress a payload of any codec. The result has the compressed tensor's size and dtype, and new memory.

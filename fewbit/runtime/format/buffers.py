@@ -1,7 +1,4 @@
-"""Checks of the tensors that backends get: dense, on one device, of the right dtype and size.
-
-The compiled kernels make the same checks of their buffers (csrc/bindings/entry.h), with the same messages.
-"""
+"""Checks of the tensors that backends get, the same as those of the compiled kernels (csrc/bindings/entry.h)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The channels of a tensor, which have a mean and a scale of their own in a rotated copy (docs/concepts/quantizer.md).
 
-Channels are the places along the feature dimensions: element number e, in storage order, has channel e mod (number of
-channels). A *row* is a run of elements with one element of each channel.
+Element number e in storage order has channel e mod (number of channels). A *row* has one element of each channel.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The factor `distortion` of the variance of rounding, for each kind of copies and number of bits: variance = distortion * squares.
+"""The factor `distortion` of the variance of rounding: variance = distortion * squares (docs/concepts/theory/rounding.md).
 
-In a uniform copy, the variance of an element is on average step^2 / 6, and never above step^2 / 4. In a rotated or
-masked copy it is D / (1 - D) (EDEN, Vargaftik et al., ICML 2022) with the least squared error D of levels for a normal
-distribution, and a little for the rounding of the scale; docs/concepts/theory/rounding.md has the small terms that are
-left out.
+In a uniform copy, an element's variance is on average step^2 / 6, and never above step^2 / 4. In a rotated or masked
+copy
+it is D / (1 - D) (EDEN, Vargaftik et al., ICML 2022) with the least squared error D of levels for a normal
+distribution,
+and a little for the rounding of the scale.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ def _step2(bits: int) -> float:
 
 
 def _between(values: tuple[float, ...], bits: float) -> float:
-    """Interpolate linearly between the values for whole numbers of bits."""
     below = min(int(bits), MAX_BITS - 1)
     share = bits - below
     lower, upper = values[below - MIN_BITS], values[below + 1 - MIN_BITS]

@@ -1,6 +1,6 @@
-"""Encodings: the constants of a table with which every backend computes, made once for each table.
+"""Encodings: the constants of a table with which every backend computes. Nothing here needs torch.
 
-Nothing here needs torch. The *code* that is saved for an input x is the Gray code of the number of the level q(x).
+The *code* that is saved for an input x is the Gray code of the number of the level q(x).
 """
 
 from __future__ import annotations

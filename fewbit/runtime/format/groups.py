@@ -1,7 +1,6 @@
-"""The groups that a tensor is cut into, and the bytes of its quantized copy (docs/concepts/quantizer.md). Nothing here needs torch.
+"""The groups that a tensor is cut into, and the bytes of its quantized copy (docs/concepts/quantizer.md), without torch.
 
-Samples of 64 features or more are cut into groups one by one. Shorter samples are concatenated, and groups run across
-them.
+Samples of 64 features or more are cut into groups one by one; groups run across shorter samples.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Storage order: the order of a tensor's elements in memory, in which they are numbered, packed and rounded at random.
 
-A tensor is *dense* if its elements fill a contiguous part of its storage, as those of contiguous and channels-last
-tensors and of their transposes. Only dense tensors have a storage order.
+A tensor is *dense* if its elements fill a contiguous part of its storage. Only dense tensors have a storage order.
 """
 
 from __future__ import annotations
@@ -130,7 +129,6 @@ def outermost_first(shape, stride) -> list[int]:
 
 
 def _lies_inside(stride, shape, a: int, b: int) -> bool:
-    """Return whether dimension a has the smaller stride, or the same stride as b and the smaller size."""
     if stride[a] == stride[b]:
         return shape[a] < shape[b]
     return stride[a] < stride[b]

@@ -1,7 +1,6 @@
 """The indices of max-pooling, saved as positions within windows, which follow from the place in the result.
 
-For a window that is all -inf, some of torch's kernels for channels-last tensors return an index outside the window, so
-positions and indices are clamped.
+For a window that is all -inf, some of torch's kernels return an index outside of it, so positions are clamped.
 """
 
 from __future__ import annotations

@@ -191,12 +191,6 @@ class GraphCompressor:
             self._close(pack, context)
 
     def _stays(self, argument: SavedArgument, rule: Rule) -> bool:
-        """Return whether a tensor stays exact although there is a rule for it.
-
-        A copy would not free parameters, the model's inputs and the memory of other libraries. If many layers used one
-        copy of a tensor without gradient, such as a table of positions, its errors would multiply in the gradients of
-        earlier layers.
-        """
         x = argument.tensor
         if x.numel() < packs.LEAST_ELEMENTS or _storage(x) in self._local.owned:
             return True
@@ -210,7 +204,6 @@ class GraphCompressor:
         return not (rule.is_exact or argument.is_computed or is_constant)
 
     def _replace(self, one: _Candidate, settings: GraphSettings, path: str, context) -> None:
-        """Make the copy of a saved tensor now, or put the tensor into a pack if it is small."""
         argument, rule = one.argument, one.rule
         x = argument.tensor.detach()
         # `softmax_copies.quantize_softmax` says why matrix products may use softmax's copy.
@@ -233,7 +226,6 @@ class GraphCompressor:
             _hold(argument, copy.tensors, _restoring(copy, rule.is_exact))
 
     def _close(self, pack: Pack, context) -> None:
-        """Make the copy of a pack, and hold it in place of the pack's tensors."""
         members = pack.members(self._local.exact)
         if not members:
             return
@@ -256,8 +248,6 @@ LEAST_ROW = 128
 
 
 def _copied(x, rule: Rule, settings: GraphSettings, name: str, context) -> SavedTensors | None:
-    """Return the copy of x that the rule makes, or None if the rule makes none."""
-
     def quantize(x, bits, kind):
         kind = usual_kind(kind, settings.group_size)
         seed = context.saving(x).seed(x, purpose(name))
@@ -278,7 +268,6 @@ def _copied(x, rule: Rule, settings: GraphSettings, name: str, context) -> Saved
 
 
 def _hold(argument: SavedArgument, tensors, restore: Callable) -> None:
-    """Make an autograd node hold a copy in place of a tensor that it has saved."""
     if argument.meter is not None:
         argument.meter.replace(tensors, restore)
     else:
@@ -294,7 +283,6 @@ def _is_factor(argument: SavedArgument, rule: Rule | None) -> bool:
 
 
 def _restoring(copy: SavedTensors, is_exact: bool) -> Callable:
-    """Return the function that computes, from a copy, the tensor that an autograd node gets in its backward pass."""
     tensors, spec, *_ = copy
 
     def restore():
@@ -341,8 +329,6 @@ def _storage(x: torch.Tensor) -> int:
 
 
 class _StateOfThread(threading.local):
-    """The forward pass that runs in a thread."""
-
     def __init__(self):
         self.start = None  # the sequence number of its first autograd node, or None
         self.seen = set()  # nodes that `compress` has visited

@@ -1,7 +1,7 @@
-"""Autograd Functions of other libraries whose saved tensors fewbit knows: flash-linear-attention, mamba_ssm and causal_conv1d.
+"""Autograd Functions of flash-linear-attention, mamba_ssm and causal_conv1d whose saved tensors fewbit knows.
 
-Gradients are linear in each of these inputs if the others are exact, and nonlinear in gates, step sizes and, for delta
-rules, keys, which stay exact.
+Gradients are linear in each of these inputs if the others are exact. Gates, step sizes and, for delta rules, keys stay
+exact.
 """
 
 from __future__ import annotations
@@ -13,14 +13,6 @@ from fewbit.config import name_of_class
 
 
 class _Known(NamedTuple):
-    """The tensors that one version of an autograd Function saves.
-
-    Args:
-        count: the number of saved tensors, with those that are None, by which the version is known.
-        linear: the positions of saved tensors in which all gradients are linear.
-        holds: a function (autograd node) that says whether this is true for a call.
-    """
-
     count: int
     linear: tuple[int, ...]
     holds: Callable = lambda node: True

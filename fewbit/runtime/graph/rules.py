@@ -1,8 +1,8 @@
 """The rules by which saved tensors of torch's autograd nodes are compressed, one for each argument of a kind of node.
 
 A rule that `is_exact` leaves the gradient the same to the bit. With another one the gradient is exact in expectation,
-as long as the node's other arguments are exact or rounded independently. Other arguments, such as divisors, have no
-rule and stay exact.
+as
+long as the node's other arguments are exact or rounded independently. Arguments without a rule stay exact.
 """
 
 from __future__ import annotations
@@ -183,7 +183,6 @@ class InsideRule(OneBit):
         return SavedTensors(tensors, _ChoiceSpec(spec, x.dtype, self._point(x.dtype), math.nan))
 
     def _point(self, dtype) -> float:
-        """Return a number within the interval, and not at its ends."""
         if self.greatest is None:
             return math.inf
         if self.least is None:
@@ -231,8 +230,6 @@ class SizeRule(Rule):
 
 
 class _CastSpec(NamedTuple):
-    """The spec of integers that are restored in another dtype."""
-
     inner: integers.PackedIntegersSpec
     dtype: torch.dtype
 
@@ -257,8 +254,6 @@ class _ChoiceSpec(NamedTuple):
 
 
 class _InverseSpec(NamedTuple):
-    """The spec of a derivative, from which an argument with that derivative is restored."""
-
     inner: NamedTuple
     inverse: Callable
     dtype: torch.dtype
@@ -269,8 +264,6 @@ class _InverseSpec(NamedTuple):
 
 
 class _SizeSpec(NamedTuple):
-    """The spec of a tensor of which only the size matters."""
-
     size: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device

@@ -1,7 +1,6 @@
-"""The code that uses private or undocumented interfaces of torch, or replaces interfaces that torch lacks, in one file for each.
+"""The code that uses private or undocumented interfaces of torch, one file for each.
 
-A new version of torch should need changes in this folder alone. It may import `fewbit.errors`, and knows nothing of
-tables, quantizers or layers.
+It may import `fewbit.errors`, and knows nothing of tables, quantizers or layers.
 """
 
 import torch

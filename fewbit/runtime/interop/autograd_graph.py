@@ -1,8 +1,4 @@
-"""Read the autograd graph of a forward pass, and change how its nodes hold the tensors that they saved.
-
-The attributes `_raw_saved_<argument>` of nodes, whose values accept saved-tensor hooks, and their sequence numbers are
-private.
-"""
+"""Read the autograd graph of a forward pass, and change how its nodes hold saved tensors, by private attributes of nodes."""
 
 from __future__ import annotations
 

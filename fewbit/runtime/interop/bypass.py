@@ -1,8 +1,4 @@
-"""Within some modules, switch off the compression of functions (`fewbit/convert/functions.py`), or change its settings.
-
-The *mode* of a module is True if functions stay torch's own within it, False if they have the model's settings, and
-else the module's own settings.
-"""
+"""Within some modules, switch off the compression of functions (`fewbit/convert/functions.py`), or change its settings."""
 
 from __future__ import annotations
 

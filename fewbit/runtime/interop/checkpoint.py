@@ -1,7 +1,6 @@
 """Recognize the checkpointed region that this thread runs, both in its first run and in its recomputation.
 
-torch has no public link between the two runs, so a region is recognized by an object that exists once for it
-(docs/decisions/0014): torch's `_CheckpointFrame`, to which the region's hooks on saved tensors refer, or with
+A region is recognized by an object that exists once for it (docs/decisions/0014): torch's `_CheckpointFrame`, or with
 `use_reentrant=True` the autograd context of `CheckpointFunction`.
 """
 

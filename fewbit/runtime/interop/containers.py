@@ -28,7 +28,6 @@ def tensors_in(structure, in_objects: bool = False) -> list[torch.Tensor]:
 
 
 def _parts(container, in_objects: bool) -> list:
-    """Return the direct members of a container; none of an argument that is no container."""
     if isinstance(container, Mapping):
         return list(container.values())
     if isinstance(container, set):
@@ -43,7 +42,6 @@ def _parts(container, in_objects: bool) -> list:
 
 
 def _attributes(thing) -> list:
-    """Return the values of an object's attributes, which are in its dictionary or in slots."""
     if isinstance(thing, (type, ModuleType, torch.nn.Module)):
         return []
     slots = [name for cls in type(thing).__mro__ for name in _slots(cls)]

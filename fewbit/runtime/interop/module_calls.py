@@ -1,7 +1,7 @@
 """Subclasses of module classes that run the calls of a converted model's modules inside `try` / `finally`.
 
-After a KeyboardInterrupt torch runs no forward hook (docs/decisions/0013), so fewbit changes the class of a module, in
-place, to a *tracked* subclass, whose `__call__` passes the call to the model's `CallGuard` (saved/calls.py).
+After a KeyboardInterrupt torch runs no forward hook (docs/decisions/0013). So a module gets a *tracked* class, whose
+`__call__` passes the call to the model's `CallGuard`.
 """
 
 from __future__ import annotations
@@ -142,11 +142,6 @@ leave_to_interpreter(TrackedModule.__call__.__code__)
 
 
 def _recreated(made, args) -> nn.Module:
-    """Recreate a module for pickle and copy, with the tracked class that fits the module.
-
-    `made` and `args` are from `__reduce_ex__`, with the base class, which pickle finds by name, in place of the tracked
-    class.
-    """
     module = made(*args)
     _set_class(module, tracked_class_for(module))
     return module

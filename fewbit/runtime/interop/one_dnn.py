@@ -1,7 +1,4 @@
-"""Switch off oneDNN, the library of torch's CPU operations, for a while.
-
-`torch.backends.mkldnn.flags` does this too, but also sets options of GPUs, about which torch then warns.
-"""
+"""Switch off oneDNN for a while, unlike `torch.backends.mkldnn.flags` without a warning about options of GPUs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The functions of torch.nn.functional as they were when fewbit was imported.
 
-If a user replaces one by a wrapper that calls the original, fewbit's function, which intercepts that call in a
-converted model, must not call the wrapper again.
+If a user's wrapper of one calls the original, fewbit's function, which intercepts that call, must not call the wrapper.
 """
 
 from __future__ import annotations

@@ -62,7 +62,6 @@ def is_unusual_mode() -> bool:
 
 
 def _hides_values() -> bool:
-    """Return whether a transform of torch.func, a tracer or a mode that makes fake tensors is active."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._functorch.maybe_current_level() is not None
@@ -89,7 +88,6 @@ def is_abstract(x) -> bool:
 
 
 def _has_mode(*keys) -> bool:
-    """Return whether one of torch's own dispatch modes is active."""
     return any(torch._C._get_dispatch_mode(key) is not None for key in keys)
 
 

@@ -1,12 +1,10 @@
 """The torch ops of few-bit activations, and their implementations, which eager mode calls without the dispatcher.
 
     encode(x, encoding, stride, seed) -> packed codes
-    encode_kept(x, encoding, stride, seed) -> packed codes, one
+    encode_kept(x, encoding, stride, seed) -> packed codes, one (a trace anchor)
     decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with the strides `stride`
 
-An encoding is passed as text, so that an exported program needs nothing but these ops. A compiler saves the results of
-`encode_kept` for the backward pass; `one` is a trace anchor. The activation f itself is no op, so that a compiler can
-fuse it and compute it again (docs/decisions/0004).
+An encoding is passed as text, so that an exported program needs nothing but these ops (docs/decisions/0004).
 """
 
 from __future__ import annotations
@@ -58,7 +56,6 @@ def activation(x, function, parameters, encoding, seed, inplace):
 
 
 def _empty_result(x, function):
-    """Return an empty tensor with the strides that torch gives f(x); None if no rule is known."""
     if x.is_contiguous() and x.numel() and function not in OTHER_STRIDES:
         # This is the result of the rules below, in less of the host's time.
         return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -1,12 +1,11 @@
-"""Torch ops on contiguous tensors. The compiled kernels implement them in C++, so that compiled models call them without Python.
+"""Torch ops on contiguous tensors, which the compiled kernels implement in C++, so that compiled models need no Python.
 
     quantize_dense(x, seed, bits, group_size, kind, channels) -> packed, ranges, numbers of channels
     dequantize_dense(packed, ranges, bits, group_size, size, dtype, kind, channels) -> the values
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
     pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
 
-A mask is bool, or 0 and 1 in a floating dtype, and `kind` one of `KIND_NUMBERS`. These functions run where the C++ code
-does not: for float64, with numbers of channels, without compiled kernels, and on other devices.
+`kind` is one of `KIND_NUMBERS`. These functions run where the C++ code does not.
 """
 
 from __future__ import annotations

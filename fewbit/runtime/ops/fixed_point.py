@@ -1,11 +1,9 @@
 """The fixed-point code of a norm's normalized input x~, which contains the exact sign of the norm's result y = gamma x~ + beta.
 
-Let z = sign(gamma) x~, with sign(0) = +1. The values of z from -3 to 3 are divided into L = 2^K cells (edge, edge + D]
-of width D = 6 / L. A code of K bits is the number of the cell that contains z, or of the nearest, and stands for the
-middle of the cell. If y is 0 at a z0 = -beta / |gamma| with |z0| <= 3, all cells are shifted so that z0 is an edge, and
-the error of y is at most 3 |gamma| / 2^K (BLPA, Chakrabarti and Moseley, 2019, eq. 9 to 11). docs/decisions/0012 has
-the differences to the paper: if |z0| > 3, one code is reserved for values beyond z0, and the sign is that of the y that
-the forward pass computed.
+The values of z = sign(gamma) x~, with sign(0) = +1, from -3 to 3 are divided into 2^K cells. A code of K bits is the
+number of the nearest cell and stands for its middle. If y is 0 at a z0 = -beta / |gamma| with |z0| <= 3, all cells are
+shifted so that z0 is an edge (BLPA, Chakrabarti and Moseley, 2019, eq. 9 to 11); else one code is reserved for values
+beyond z0 (docs/decisions/0012).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The torch ops of the group quantizer (docs/concepts/quantizer.md), and their implementations, which eager mode calls directly.
+"""The torch ops of the group quantizer, and their implementations, which eager mode calls directly.
 
-    quantize(x, stride, seed, bits, group_size, kind, channels) -> packed, ranges, numbers of channels, one
+    quantize(x, stride, seed, bits, group_size, kind, channels) -> packed, ranges, numbers of channels, one (trace anchor)
     dequantize(packed, ranges, bits, group_size, size, stride, dtype, kind, mask, channels) -> the values
 
-Both ops take the same strides, which define the order of the elements, and `one` is a trace anchor.
+Both ops take the same strides, which define the order of the elements.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def sensitivities(x, slot, samples, group_size, normalize=None, kind=UNIFORM):
 
 
 def _by_samples(x, samples):
-    """Return x, dense and with samples outermost in storage, viewed so that dimension 0 has size `samples`."""
     x = _narrow(x.detach())
     if not x.is_contiguous() and not layout.is_by_sample(x):
         x = x.contiguous()
@@ -166,7 +165,6 @@ def dequantize(
 def _dequantized(
     packed, ranges, bits, group_size, size, stride, dtype, settings, samples=None
 ) -> torch.Tensor:
-    """Return the dequantized values; `settings` is (widths, affine, kind, mask, channels)."""
     is_wide = dtype is torch.float64
     narrow = torch.float32 if is_wide else dtype
     out = torch.empty_strided(size, stride, dtype=narrow, device=packed.device)

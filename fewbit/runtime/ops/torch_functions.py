@@ -1,7 +1,4 @@
-"""torch's own computation of every function in `fewbit.functions`, which is called with its input and then its parameters.
-
-It is used for inputs that need no gradient, and if no kernel computes the function together with its codes.
-"""
+"""torch's own computation of every function in `fewbit.functions`, called with its input and then its parameters."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Context parallelism, in which processes have parts of the sequence, and attention needs the keys of all of them.
-
-torch's `context_parallel` replaces attention by a function that exchanges keys and values, so fewbit's own must not
-run.
-"""
+"""Context parallelism: torch's `context_parallel` replaces attention by a function that exchanges keys and values."""
 
 from __future__ import annotations
 

@@ -73,7 +73,6 @@ def _meshes_of_state(state) -> list:
 
 
 def _meshes_of(module) -> list:
-    """Return the groups of all meshes over which parameters of the module are DTensors, each group once."""
     library = sys.modules.get("torch.distributed.tensor")
     found = {}
     for parameter in module.parameters() if library is not None else ():

@@ -1,8 +1,4 @@
-"""Layers of tensor parallelism: run a layer on the local shards of its DTensors.
-
-For many layers and placements, the local result is a part of the whole result without any communication. For other
-placements, a layer runs torch's own function.
-"""
+"""Layers of tensor parallelism: run a layer on the local shards of its DTensors, where that needs no communication."""
 
 from __future__ import annotations
 
@@ -17,14 +13,6 @@ from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES
 
 
 class _RunningShard(threading.local):
-    """The layer that runs in a thread.
-
-    Attributes:
-        place: which shard the layer works on, so that processes round shards independently and replicated tensors
-            alike: (number of the dimension, coordinate of this process) for each dimension of the mesh along which the
-            tensor is sharded.
-    """
-
     place: tuple = ()
 
 
@@ -147,8 +135,6 @@ def attention(function, query, key, value):
 
 
 class _Arrived(Function):
-    """The plain tensor of an AsyncCollectiveTensor."""
-
     @staticmethod
     def forward(ctx, x):
         y = x.wait()
@@ -179,7 +165,6 @@ def _local(x, placements):
 
 
 def _distributed(y, like, placements, shape):
-    """Return the DTensor of the given shape on the mesh of `like`, of which y is the local tensor."""
     return _whole(y, like.device_mesh, tuple(placements), shape)
 
 
@@ -193,7 +178,6 @@ def _whole(local, mesh, placements, shape):
 
 
 def _stride(shape, local_stride) -> tuple[int, ...]:
-    """Return the strides of a dense tensor whose dimensions are in the order of the local tensor's dimensions."""
     stride, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (local_stride[dim], -dim)):
         stride[dim] = step
@@ -203,7 +187,6 @@ def _stride(shape, local_stride) -> tuple[int, ...]:
 
 @contextmanager
 def _on_shard(x):
-    """Let `running.place` describe the local tensor of x in the block."""
     coordinates = x.device_mesh.get_coordinate()
     places = enumerate(zip(x.placements, coordinates, strict=True))
     before = running.place

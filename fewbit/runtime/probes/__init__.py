@@ -1,4 +1,4 @@
 """Measure the variance that rounding each saved tensor adds to the gradient, in one forward and backward pass.
 
-This folder may import `runtime.ops` and what `runtime.ops` may import. The code here knows no policy.
+This folder may import `runtime.ops` and what `runtime.ops` may import.
 """

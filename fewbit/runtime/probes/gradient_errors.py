@@ -1,8 +1,8 @@
-"""The errors of a layer's gradients, as functions of the error of its saved tensor, for the policy of `ErrorBound`.
+"""The squared errors D of a layer's gradients, as functions of the error of its saved tensor, for `ErrorBound`.
 
-D is the squared error of a gradient, and dx^2 the mean squared error of the elements of the saved tensor. A layer with
-a formula for D (docs/concepts/theory/ac_gc.md) has a static method `gradient_errors` in its autograd Function, which
-computes a few small numbers on the device; for other layers the probe measures the effect of noise.
+A layer with a formula for D (docs/concepts/theory/ac_gc.md) has a static method `gradient_errors` in its autograd
+Function;
+for other layers the probe measures the effect of noise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The forks and joins of an autograd graph: where gradients separate, and where all of them have come together again.
-
-The two parts of noise at the join of a residual block's branch are correlated.
-"""
+"""The forks and joins of an autograd graph, where gradients separate and have come together again with correlated noise."""
 
 from __future__ import annotations
 

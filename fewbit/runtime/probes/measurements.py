@@ -6,13 +6,13 @@ relative to its own square,
     S(node) = sum over its parameters of gain[p]  +  sum over its edges of gain[e] S(node below e)
 
 and rounding the slot adds  sum of own[p] + sum of out[e] S(node below e)  (docs/guides/controller.md). From a fork to
-its joins (`joins.py`), the noise P at the parameters between, the growth G of squares and c(join), the square of the
-arriving gradient divided by the sum of the squares of its parts, which may cancel each other, give
+its joins, with the noise P at the parameters between, the growth G of squares, and c(join), the square of the arriving
+gradient divided by the sum of the squares of its parts,
 
     S(fork) = P(fork) + sum over its joins of G c(join) S(join)
 
-The *relative* variance has the factor 1 / (|g[p]|^2 + LEAST_SHARE m) for each parameter, with its gradient g[p] and the
-mean m of |g[p]|^2, because an optimizer such as Adam divides each parameter's gradient by its own size.
+The *relative* variance has the factor 1 / (|g[p]|^2 + LEAST_SHARE m) for each parameter, with the mean m of |g[p]|^2,
+because an optimizer such as Adam divides each gradient by its own size.
 """
 
 from __future__ import annotations
@@ -140,7 +140,6 @@ def _factors(nodes: list[Node], host: dict, is_relative: bool) -> list[list[floa
 
 
 def _sums_below(nodes: list[Node], host: dict, factors: list[list[float]]) -> list[float]:
-    """Return S of each node."""
     arriving = [squared(host, node.arriving) for node in nodes]
     # The sum of the squares of the parts that come together at each node.
     parts = [0.0] * len(nodes)

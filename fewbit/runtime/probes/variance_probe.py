@@ -1,7 +1,6 @@
 """Measure the variance that rounding each slot adds to a model's gradient, in one backward pass.
 
-By Theorem 3 of ActNN (long version, section 3), the variances of all slots add up: those of the gradients of the slot's
-own layer, and of all layers below, that is, nearer to the model's input.
+The variances of all slots add up (ActNN, long version, Theorem 3).
 """
 
 from __future__ import annotations
@@ -170,7 +169,6 @@ class VarianceProbe:
             node.parts = node.leaving
 
     def _begins(self) -> None:
-        """Note that a backward pass has reached a node."""
         if self._is_open and not self._runs:
             self._runs = True
             torch.autograd.Variable._execution_engine.queue_callback(_End(self))
@@ -265,7 +263,6 @@ class VarianceProbe:
         self._let_go()
 
     def _fails(self) -> None:
-        """Note that a backward pass has raised. Another one may follow."""
         self._runs = False
         self._let_go()
 
@@ -348,7 +345,6 @@ class VarianceProbe:
         return self._summed_up(self._sent().values())
 
     def _spread(self, host, name) -> list[float]:
-        """Return the sum of the `_means` of all tensors that were saved for a slot."""
         parts = [host[id(part)] for part in self._spreads[name]]
         return [sum(numbers) for numbers in zip(*parts, strict=True)]
 
@@ -406,7 +402,6 @@ def _part_ends(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Te
 
 
 def _share_at(slot, level: int) -> float:
-    """Return `relative_distortion` of the bits that a level stands for."""
     return relative_distortion(slot.kind, 1 if level == 1 else max(slot.average, 2))
 
 

@@ -1,5 +1,4 @@
 """Quantizers, which save a tensor in a few bits per element and compute approximate values in the backward pass.
 
-`Quantizer` is the group quantizer, which a `SlotCodec` can replace for individual tensors. This folder may import the
-other folders of `fewbit.runtime` except `codecs` and `activations`.
+This folder may import the other folders of `fewbit.runtime` except `codecs` and `activations`.
 """

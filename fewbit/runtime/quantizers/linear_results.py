@@ -1,8 +1,6 @@
 """Tensors that are computed again from the inputs of linear layers, with the setting `recompute_linear`.
 
-`traced` walks from a tensor that a layer would save, through cheap operations, back to linear layers in autograd's
-graph.
-The copies of these layers' inputs, their parameters, and constants that nodes of the graph save anyway take its place.
+`traced` walks in autograd's graph from a tensor back to linear layers, whose inputs have copies.
 """
 
 from __future__ import annotations

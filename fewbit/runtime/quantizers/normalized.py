@@ -1,7 +1,7 @@
 """The quantized copies of a norm's normalized input x~ = (x - mean) rstd, and the norm's result dequantized from such a copy.
 
-A layer after the norm uses the copy of x~ for y = x~ weight + bias. As y is linear in x~, its values are exact in
-expectation too. In this file, `inner`, `mean` and `rstd` are as in `Quantizer.quantize_normalized`.
+As y = x~ weight + bias is linear in x~, its values are exact in expectation too. `inner`, `mean` and `rstd` are as in
+`Quantizer.quantize_normalized`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The *fixed-point copy* that a norm, an activation and a linear layer or convolution save together, a pre-activation block.
 
 It contains the norm's normalized input x~ as K-bit fixed-point numbers, from which y = gamma x~ + beta and the ReLU of
-y
-are dequantized too (BLPA, section 3.2; docs/guides/preactivation.md). The norm shares the copy as one of y, and the
-activation, which needs only the sign of y, as one of its own result, in which the layer after it finds its input.
+y are
+dequantized too (BLPA, section 3.2; docs/guides/preactivation.md). Each layer shares it as the copy of its result.
 """
 
 from __future__ import annotations

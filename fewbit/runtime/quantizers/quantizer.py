@@ -276,7 +276,6 @@ class Quantizer:
         return made
 
     def _made(self, x, dtype, bits, kind, seed, channels, stride, mask=None, normalize=None):
-        """Return a copy of x, or of x normalized by `normalize`, that is dequantized in `dtype` and with these strides."""
         if channels:
             normalize = copies.with_channels(x, normalize, channels)
         tensors = quantizer_ops.quantize(
@@ -292,7 +291,6 @@ class Quantizer:
         return SavedTensors(tensors, spec_of(x.shape, stride, dtype, bits, *how))
 
     def _channels_of(self, x, kind, features) -> int:
-        """Return the number of channels whose means and scales a copy of x has."""
         if features is None or kind != ROTATED or x.dim() < 2:
             return 0
         return channels_of(x, tuple(dim % x.dim() for dim in features))
@@ -349,7 +347,6 @@ class Quantizer:
         return self._save_normalized(x, x.dtype, kind, channels, stride, None, dtype)
 
     def _save_normalized(self, x, dtype, kind, channels, stride, normalize, input_dtype):
-        """Quantize x, or x normalized by `normalize`, for a norm. No other layer shares this copy as it is."""
         context, saving = self.context, None
         if context is None:
             seed = self._seed_alone(x)
@@ -363,7 +360,6 @@ class Quantizer:
         return self._made(x, dtype, bits, kind, seed, channels, stride, None, normalize)
 
     def _seed_alone(self, x) -> torch.Tensor:
-        """Return the seed of x if the layer is in no model."""
         return library.new_seed(x)
 
     @property
@@ -451,7 +447,6 @@ _place = lru_cache(maxsize=4096)(_place_of)
 
 
 def _channels_in(shape, stride, features: tuple[int, ...] | None) -> int:
-    """Return the number of channels of a tensor of this shape and these strides; None stands for contiguous ones."""
     dims = len(shape)
     if features is None or dims < 2:
         return 0
@@ -477,7 +472,6 @@ def _seed_of_result(saving, y, number: int, key: tuple):
 
 
 def _for(name: str, saved: SavedTensors) -> SavedTensors:
-    """Return a copy that another layer has made, for the layer `name`."""
     return saved._replace(spec=saved.spec.for_consumer(name))
 
 

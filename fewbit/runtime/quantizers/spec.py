@@ -171,7 +171,6 @@ class QuantizedTensorSpec(NamedTuple):
         )
 
     def _is_mapped(self) -> bool:
-        """Return whether the kernels apply scale and shift while they dequantize."""
         if self.has_mask:
             return False
         return self.samples is None or prod(self.size) >= self.samples * groups.LEAST_FEATURES
@@ -347,7 +346,6 @@ class QuantizationRecord(NamedTuple):
         return self._squares_by_sample().sum()
 
     def _squares_by_sample(self) -> torch.Tensor:
-        """Return each sample's share of `squares`, (samples,) float32."""
         x = self.x if layout.is_by_sample(self.x) else self.x.contiguous()
         samples = self.spec.samples or (len(x) if x.dim() else 1)
         is_short = x.numel() < groups.LEAST_FEATURES * samples

@@ -80,7 +80,6 @@ def kind_of(function) -> int:
 
 @lru_cache(4096)
 def _writes_first(function) -> bool:
-    """Return whether the name of a function says that it changes its first argument."""
     name = name_of(function)
     in_place = name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
     return in_place or name in _IN_PLACE

@@ -1,9 +1,9 @@
 """The function modes of the two runs of a checkpointed region.
 
 A region *decides* if it computes integers, booleans or Python numbers from floating tensors, such as the experts of a
-router or the condition of an `if`; from rounded inputs it could decide otherwise, so the second run takes the recorded
-decisions. A region changes *state* if it writes to a tensor that existed before it, such as running statistics; the
-second run writes to a copy with the earlier values.
+router; the second run takes the recorded decisions. A region changes *state* if it writes to a tensor that existed
+before
+it, such as running statistics; the second run writes to a copy with the earlier values.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ class Decision(NamedTuple):
 
 
 class _RegionMode(ReplacingMode):
-    """The base of the two modes. `fewbit.nn` runs its own code outside of them (`run_layer`)."""
-
     is_region = True
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -190,7 +188,6 @@ class FirstRun(_RegionMode):
         self._tensors, self._earlier, self._made = [], [], set()
 
     def _note(self, result, args, kwargs) -> None:
-        """Remember the storage of a new tensor without gradient, so that changes of it are no changes of state."""
         if type(result) is not Tensor:
             if type(result) in (tuple, list):
                 for item in result:
@@ -286,7 +283,6 @@ class Rerun(_RegionMode):
         return decision
 
     def _own(self, value):
-        """Return the region's own copy of a tensor whose memory the first run has changed, and other values as they are."""
         if type(value) in (list, tuple):
             return type(value)(map(self._own, value))
         if not isinstance(value, Tensor):
@@ -346,7 +342,6 @@ def entered(mode: _RegionMode):
 
 @contextmanager
 def _recording():
-    """Let tensors be made in the block that autograd can save."""
     with (
         outside_dispatch_modes(),
         torch._C.DisableTorchFunction(),
@@ -414,7 +409,6 @@ def _packed(values: Tensor, count: int | None) -> SavedTensors:
 
 
 def _value(spec, tensors) -> Tensor:
-    """Return recorded values, in memory that the region may change."""
     value = spec.dequantize(tensors)
     return value.clone() if value is tensors[0] else value
 
@@ -434,5 +428,4 @@ def _drawn(function) -> GradientError:
 
 
 def _bytes_of(storage) -> Tensor:
-    """Return a tensor of uint8 that shares the memory of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

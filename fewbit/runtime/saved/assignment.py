@@ -1,10 +1,8 @@
 """The bits of every saved tensor in one forward pass, if a policy chooses them.
 
-Rounding sample n (a slice along dimension 0) with bits_n bits per element adds the variance
-distortion(kind, bits_n) * squares_n, where squares_n is the sum of the squares of the sample's elements minus their
-group's mean in rotated copies, and the sum of (elements in group) * range^2 in uniform copies. A tensor's bits are
-divided so that the sum of distortion(kind, bits_n) * sensitivity_n is small, where the *sensitivity* is squares_n,
-times the squared norm of the sample's gradient if that is known (ActNN, section 4.2).
+A tensor's bits are divided among its samples so that the sum of distortion(kind, bits_n) * sensitivity_n is small. The
+*sensitivity* is that of `QuantizationRecord.squares`, times the squared norm of the sample's gradient if that is known
+(ActNN, section 4.2).
 """
 
 from __future__ import annotations

@@ -88,7 +88,6 @@ class CallGuard:
         return outputs
 
     def _compress(self, forward: Forward, start: int, outputs, is_outermost=False) -> None:
-        """Compress what torch's operations have saved in a call, unless the call will be computed again."""
         if forward.hook is not None or not (forward.module.training and torch.is_grad_enabled()):
             return
         if not in_backward():

@@ -181,7 +181,6 @@ class ForwardContext:
         return found
 
     def _in_region(self, region, hook, forward, x=None) -> Saving:
-        """Return what layers need in this run of a region with `use_reentrant=False`."""
         local = self._local
         found = local.runs.get(hook)
         if found is None:
@@ -200,7 +199,6 @@ class ForwardContext:
         return entry
 
     def _recorded(self) -> Saving | None:
-        """Return what the first run of the region had that this thread recomputes; None if no region is known."""
         hook = checkpoint_hook()
         region = region_of(hook)
         entry = None if region is None else self._regions.get(region)
@@ -249,7 +247,6 @@ class ForwardContext:
         return region in self._whole
 
     def _unknown(self, inputs) -> Saving:
-        """Return what layers need to save tensors outside of all known forward passes."""
         start = mixed(generator_hash(b"unknown", self._groups.data_rank), 0, 0) + 2**63
         is_again = in_backward() and reentrant_region() is not None
         assignment = self._unobserved(REENTRANT if is_again else ALONE, inputs)
@@ -261,7 +258,6 @@ class ForwardContext:
         return found
 
     def _unobserved(self, reason: str, inputs=()) -> BitAssignment | None:
-        """Return an assignment for a forward pass that no probe measures, for the given reason."""
         if self.policy is None:
             return None
         assignment = self.policy.assign(inputs)
@@ -333,8 +329,6 @@ class _Region:
 
 
 class _Local(threading.local):
-    """The state of a model in one thread."""
-
     def __init__(self):
         self.runs = weakref.WeakKeyDictionary()  # {hook of a region: RunOfRegion}
         self.latest = None  # weak reference to the latest run

@@ -1,9 +1,7 @@
 """Move saved tensors to the host between the forward and the backward pass (ActNN's level L4, section 5.2).
 
-Within an `Offload`, hooks on saved tensors replace a tensor that a layer has marked by a *handle*, and its bytes are
-copied to the host. Here a *copy* is such a copy of bytes, and a layer all tensors saved between two calls of `mark`;
-the
-backward pass takes layers in the reverse order, and starts to copy the next ones back in advance.
+Within an `Offload`, hooks on saved tensors replace a marked tensor by a *handle*. Here a *copy* is one of bytes on the
+host, and a layer all tensors saved between two calls of `mark`.
 """
 
 from __future__ import annotations
@@ -167,8 +165,6 @@ class Offload:
 
 
 class _Forward:
-    """One forward within an Offload: the marked storages, and a lane for each device."""
-
     def __init__(self, offload: Offload):
         self._offload = offload
         pack, unpack = _hooks()
@@ -221,8 +217,6 @@ class _Forward:
 
 
 class _Marked:
-    """A marked storage, and its copy on the host, both as weak references."""
-
     def __init__(self, storage):
         self.storage = StorageWeakRef(storage)
         self.copy = lambda: None
@@ -294,7 +288,6 @@ class _Lane:
             found += self._fetch_layer(layer)
 
     def _fetch_layer(self, layer: int) -> bool:
-        """Start to copy back a layer's tensors. Return whether the graph still has handles of this layer."""
         handles = _alive(self._layers[layer])
         for handle in handles:
             self._fetch(handle.copy)
@@ -336,8 +329,6 @@ class _Copy:
 
 
 class _Handle:
-    """The object that autograd holds in place of a tensor on the host."""
-
     def __init__(self, lane: _Lane, layer: int, copy: _Copy, tensor: torch.Tensor):
         self.lane, self.layer, self.copy = lane, layer, copy
         self._dtype = tensor.dtype

@@ -1,7 +1,4 @@
-"""The squared norm of each sample's gradient when the sample was last seen (ActNN, section 4.2).
-
-It is a guess of the gradient that the forward pass does not know yet. Samples for which it is larger get more bits.
-"""
+"""The squared norm of each sample's gradient when the sample was last seen (ActNN, section 4.2)."""
 
 from __future__ import annotations
 
@@ -110,7 +107,6 @@ class GradientMagnitudes:
         table[numbers.indices] = torch.where(squares.isfinite(), squares, before)
 
     def _table(self, name, numbers: SampleIndices) -> torch.Tensor:
-        """Return the table of a slot, on the device of `numbers` and with at least `numbers.size` rows."""
         device = numbers.indices.device
         table = self._tables.get(name, torch.empty(0, dtype=torch.float32, device=device))
         if device.type == "cuda":

@@ -1,10 +1,8 @@
 """The quantized copies that the layers of one model share during a forward pass.
 
 A copy is found by the saved tensor's storage, place in the storage, and version, and by the CUDA stream in which it was
-made, because another stream could read it too early. The *consumer* of an activation is the layer that saves its
-result;
-once it is known, the activation makes the copy for it, in one pass over memory. A *mask* is the 1-bit codes of a ReLU,
-which say where its result is 0, so that a layer after the ReLU restores the zeros in its own copy.
+made. The *consumer* of an activation is the layer that saves its result; the activation makes the copy for it. A *mask*
+is the 1-bit codes of a ReLU, which say where its result is 0.
 """
 
 from __future__ import annotations

@@ -75,8 +75,7 @@ def use_expandable_segments() -> AllocatorReport:
     """Make the CUDA caching allocator of this process use expandable segments; other settings are kept.
 
     Call this before the first tensor is on the GPU, because existing segments do not change. Nothing changes if there
-    is no
-    GPU, or if an environment variable such as PYTORCH_CUDA_ALLOC_CONF contains `expandable_segments:False`.
+    is no GPU, or if an environment variable such as PYTORCH_CUDA_ALLOC_CONF contains `expandable_segments:False`.
 
     Returns:
         A report that says whether the setting is in force, and if not, why.

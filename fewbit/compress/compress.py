@@ -66,10 +66,9 @@ def compress_(
     """Make a model save only a few bits per element for the backward pass, in place, and report what was changed.
 
     Modules stay the same objects; only their classes change, each to a subclass of torch's class, and functions that
-    the model's
-    forward calls, such as F.gelu, are compressed too. Parameters, `state_dict` keys and the training loop do not
-    change. In
-    evaluation mode and under no_grad nothing is compressed. A second call first undoes the earlier one.
+    the model's forward calls, such as F.gelu, are compressed too. Parameters, `state_dict` keys and the training loop
+    do not change. In evaluation mode and under no_grad nothing is compressed. A second call first undoes the earlier
+    one.
 
     Args:
         model: the model, which changes in place.
@@ -86,8 +85,7 @@ def compress_(
             fields, or None to leave the modules as they are. A number stands for `bits`, `attention_bits` and
             `gate_bits`. If several patterns match a module, the last one holds.
         offload: HostOffload(), or a mapping of its fields, moves saved tensors from a GPU to the host's memory until
-            the
-            backward pass needs them.
+            the backward pass needs them.
         sample: an example batch: a tensor, a tuple of inputs or a mapping of keyword inputs. The report then compares
             the bytes that the exact model and the compressed model save for it. Budget needs a sample.
         verbose: whether to print the report.
@@ -100,8 +98,7 @@ def compress_(
     Raises:
         TypeError: there is an unknown argument, which is not a setting of layers.
         InputError: a setting cannot be used or belongs in `layers`, the model is not a module, a pattern matches no
-            module, or a
-            budget is too small for 1 bit per element. The model is unchanged after any exception.
+            module, or a budget is too small for 1 bit per element. The model is unchanged after any exception.
     """
     _refuse(unknown)
     check_verbose(verbose)
@@ -205,10 +202,8 @@ def _settings_within(
     """Find the settings with the largest average bits per element with which a forward pass fits a budget.
 
     The policy does not choose the bits of all tensors. Those of activations and of `everything`, for example, follow
-    from
-    the average, rounded down. So whole numbers are tried in turn. Returns also the sizes of the tensors whose bits the
-    policy
-    chooses. Raises InputError if there are none, or if the budget is too small for 1 bit.
+    from the average, rounded down. So whole numbers are tried in turn. Returns also the sizes of the tensors whose bits
+    the policy chooses. Raises InputError if there are none, or if the budget is too small for 1 bit.
     """
 
     def tried(whole):

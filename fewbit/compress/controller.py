@@ -92,10 +92,8 @@ class Controller:
         """Compare the gradients of the model, as it is compressed now, with exact gradients.
 
         The model and torch's random state do not change. The measurement takes the memory of two more models, of three
-        gradients
-        and of the tensors that an exact model saves. With ErrorBound, a BoundWarning is given if the ratio exceeds 1 +
-        e2 by more
-        than three standard errors.
+        gradients and of the tensors that an exact model saves. With ErrorBound, a BoundWarning is given if the ratio
+        exceeds 1 + e2 by more than three standard errors.
 
         Args:
             batch: a tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable,
@@ -107,10 +105,8 @@ class Controller:
 
         Returns:
             A `GradientRatio` with the ratio E|g^|^2 / E|g|^2 and the relative error E|g^ - g|^2 / |g|^2 over all
-            parameters. g^ is
-            the gradient of the compressed model, g the exact gradient, and E the mean over the draws. A bias of g^
-            increases
-            the relative error; one that makes gradients smaller decreases the ratio.
+            parameters. g^ is the gradient of the compressed model, g the exact gradient, and E the mean over the draws.
+            A bias of g^ increases the relative error; one that makes gradients smaller decreases the ratio.
 
         Raises:
             InputError: the model or the batch cannot be measured.
@@ -156,8 +152,7 @@ class Controller:
 
         Raises:
             InputError: the state is from another model or configuration, or this controller's model no longer exists,
-                was
-                restored or was compressed again.
+                was restored or was compressed again.
         """
         if self._ended:
             raise InputError(

@@ -184,8 +184,7 @@ class FunctionQuantizers:
         """Call fewbit's function with these settings, or torch's if fewbit's does not support the arguments.
 
         `family` is "activation", "one bit" (an activation whose derivative has two values), "quantized" or "exact".
-        `theirs`
-        takes no arguments; args and kwargs are those of fewbit's function.
+        `theirs` takes no arguments; args and kwargs are those of fewbit's function.
         """
         if ours in _OPERATIONS and not _has_large(args):
             return theirs()
@@ -342,8 +341,7 @@ def _factors(ours, args, kwargs) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return both factors of a call of a product, or None if torch's own function has to run.
 
     It runs if a factor needs no gradient, if both are parameters or views of parameters, and if fewbit's function does
-    not
-    take the arguments.
+    not take the arguments.
     """
     if ours is contractions.einsum:
         factors = contractions.operands_of(args[1:])

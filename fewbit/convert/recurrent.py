@@ -13,8 +13,7 @@ class StepwiseLSTM(Guarded, nn.LSTM):
     """An LSTM that runs one operation after the other on the CPU, so that the tensors that they save can be compressed.
 
     On the CPU, torch's LSTM is usually one operation of oneDNN, which saves an opaque buffer. In evaluation mode,
-    without
-    gradients and on other devices, torch's LSTM runs.
+    without gradients and on other devices, torch's LSTM runs.
     """
 
     @staticmethod

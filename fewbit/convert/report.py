@@ -27,14 +27,12 @@ class ConvertedModule(NamedTuple):
             samples may have different bits. None if the module's gradients stay exact.
         exact: If `bits` is None, what the module saves, such as "1-bit mask".
         shared: Whether the module saves nothing of its own, because it uses what a norm has saved in fixed point. None
-            if
-            it may, but no forward pass has shown whether it does.
+            if it may, but no forward pass has shown whether it does.
         attention: The bits per element of q, k and v, if the module computes attention and if these bits are not
             `bits`.
         frozen: Whether the module saves no input, because its weight needs no gradient.
         evaluated: Whether the module is in evaluation mode while the rest of the model trains. Then it saves what
-            torch's
-            module does.
+            torch's module does.
     """
 
     path: str
@@ -86,8 +84,7 @@ class Report(Result):
         saved: Two dicts, before and after the conversion: {name of an operation: bytes that it saves for the backward
             pass}. None if `compress_` got no `sample`.
         functions: The bits per element of quantized inputs, of q, k and v of attention, and of activations, for
-            functions
-            that a forward pass calls. None if functions are not compressed.
+            functions that a forward pass calls. None if functions are not compressed.
         notes: Lines about the model as a whole.
     """
 

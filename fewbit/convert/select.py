@@ -32,8 +32,7 @@ class Selection:
         """Return a `Selected` for every module, and for every activation function that a module has as an attribute.
 
         `settings` are those of modules that no override changes. Raises InputError if a glob matches no module, or if
-        an
-        argument is invalid.
+        an argument is invalid.
         """
         found = _found(model)
         included = _matches(found, self.include, "include")

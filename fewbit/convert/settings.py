@@ -35,8 +35,7 @@ EXTRA_BITS_OF_ACTIVATIONS = (2,)
 EXTRA_BITS_OF_NORMS = (1,)
 """The bits that queries, keys and values, gates and what they multiply, and inputs of activations and norms usually have more
 than other tensors. Their errors grow on the way back through the network, whereas those of a linear layer's input stay
-in the
-gradient of one weight (docs/decisions/0008 and 0021).
+in the gradient of one weight (docs/decisions/0008 and 0021).
 """
 EXTRA_BITS_BEFORE_LINEAR = (2,)
 """The bits that inputs of layer norms and RMS norms have more with `recompute_linear` (docs/decisions/0022)."""
@@ -57,15 +56,12 @@ class ResolvedSettings:
         bits: the bits per element of quantized inputs; an average if `has_policy`.
         activation_bits: the bits of the code that a few-bit activation saves for each element.
         attention_bits: the bits per element of q, k and v. None stands for `bits` if `adapts` is True, else for `bits`
-            and
-            EXTRA_BITS_OF_ATTENTION.
+            and EXTRA_BITS_OF_ATTENTION.
         gate_bits: the bits per element of the two factors of gated units. None stands for `bits` if `adapts` is True,
-            else
-            for `bits` and EXTRA_BITS_OF_GATES.
+            else for `bits` and EXTRA_BITS_OF_GATES.
         fuses_norms: whether norms save fixed-point copies, which the layers after them use.
         recomputes: whether activations save copies of their inputs, from which their results are computed again, in
-            place of
-            codes of `activation_bits`.
+            place of codes of `activation_bits`.
         has_policy: whether a policy chooses bits while the model trains.
         has_own_bits: whether an override gives `bits`.
         adapts: whether a policy chooses the bits of the module's inputs.
@@ -195,8 +191,7 @@ class ResolvedSettings:
         """Return the settings for tensors that torch's operations save; None if these tensors stay exact.
 
         What a recurrent cell saves is compressed by default, and of any size, because the layers after the cell save
-        copies of
-        its results anyway.
+        copies of its results anyway.
         """
         if not (self.everything or (is_cell and self.functional)):
             return None

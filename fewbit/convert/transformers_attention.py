@@ -45,8 +45,7 @@ def install(
     """Make the models of transformers inside `model` save q, k and v of their attention quantized.
 
     If the attention implementation in a model's `config` is "sdpa", it becomes "fewbit", which computes the same
-    result. Several
-    models may have the same `config`; for those that were not converted, "fewbit" runs "sdpa".
+    result. Several models may have the same `config`; for those that were not converted, "fewbit" runs "sdpa".
 
     Args:
         model: the model, which changes in place.
@@ -54,8 +53,8 @@ def install(
             None if the module must not change.
 
     Returns:
-        The paths of the attention modules that use "fewbit", and {path: reason} of the models that have
-        attention and cannot use it, with one path for each config.
+        The paths of the attention modules that use "fewbit", and {path: reason} of the models that have attention and
+        cannot use it, with one path for each config.
     """
     reached, left = [], {}
     configs, reported = {}, set()

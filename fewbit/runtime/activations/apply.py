@@ -29,7 +29,7 @@ _ANY_VIEW = torch._C._autograd.CreationMeta.DEFAULT
 def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, inplace=False):
     """Return f(x), which can be differentiated once, with a table in place of f'.
 
-    If no gradient is needed, and for nested and sparse tensors, torch's own function runs and fewbit saves nothing.
+    If no gradient is needed, and for nested and sparse tensors, torch's own function runs.
 
     Args:
         x: a floating tensor of any shape and strides.
@@ -37,13 +37,11 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
         parameters: the parameters of f, in the order of `fewbit.functions`.
         bits: bits per code of the default table, 1 to 8, or None to run torch's own function.
         table: the table, or None for the default one. In a converted model, the quantizer of the copy of x that is
-            saved in place of codes, if f is no function of `recomputed.TWO_VALUED`. The functions of
-            `recomputed.ANY_SCALE` save a copy of x with `bits` bits by default.
+            saved in place of codes (`recomputed.keeps_copy`).
         inplace: whether to write f(x) to x.
 
     Raises:
-        InputError: the dtype is not float32, float64, float16 or bfloat16, `inplace` is not a bool, or f(x) may not be
-            written to x.
+        InputError: the dtype is not float32, float64, float16 or bfloat16, or f(x) may not be written to x.
         FunctionError, SolveError, TableError: there is no such table, see `encoding_of`.
         GradientError: a second derivative or a forward-mode derivative is computed.
     """
@@ -177,9 +175,7 @@ def _forward(function, parameters):
 
 
 def needs_grad(x) -> bool:
-    """Return whether x may get a gradient, at any level of torch.func's transforms.
-
-    Under torch.jit.trace, which could not save fewbit's function, the answer is False.
+    """Return whether x may get a gradient, at any level of torch.func's transforms, but not under torch.jit.trace.
 
     Raises:
         InputError: x is not a tensor.

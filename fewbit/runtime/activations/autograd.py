@@ -1,8 +1,7 @@
 """The autograd Functions of few-bit activations.
 
 `Activation` calls fused kernels in eager mode, without torch's dispatcher; `Traceable` serves compilers,
-`Transformable`
-callables and the transforms of `torch.func`.
+`Transformable` callables and the transforms of `torch.func`.
 """
 
 from __future__ import annotations
@@ -65,9 +64,8 @@ apply_activation = super(Function, Activation).apply
 def _in_context(context, x, function, parameters, encoding, seed, inplace):
     """Return f(x) and the packed codes of x, and record f(x) in the forward pass that runs.
 
-    If there is a copy of x, later layers compute f(x) again from it. Otherwise, if a layer saved this result in an
-    earlier forward pass, its copy is made in the same pass over x. If f(x) overwrites x, the version of f(x) counts
-    this change in advance, because torch increases x's version only when the Function returns.
+    If f(x) overwrites x, the version of f(x) counts this change in advance, because torch increases x's version only
+    when the Function returns.
     """
     arguments = x, function, parameters, encoding, seed, inplace
     saving = context.saving(x)
@@ -124,8 +122,7 @@ class Traceable(Function):
 class Transformable(Traceable):
     """Computes what `Traceable` does, and refuses second and forward-mode derivatives.
 
-    The third result is an empty tensor that depends on x at every level of transforms. The gradient of x is connected
-    to it, so that differentiating the gradient raises GradientError.
+    The third result is an empty tensor on which the gradient of x is made to depend, at every level of transforms.
     """
 
     @staticmethod

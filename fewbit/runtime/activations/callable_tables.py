@@ -29,14 +29,9 @@ def callable_encoding_text(
 ) -> str:
     """Return the table of a callable, as the text of its encoding, for tensors of the given device and dtype.
 
-    Args:
-        function: the callable.
-        bits: bits per code, 1 to 8, for a table that the solver makes.
-        table: the user's table, or None for one that the solver makes.
-        device: the device of the tensors.
-        dtype: the dtype of the tensors.
-        is_plain: whether the input is an ordinary dense tensor in eager mode, for which `apply_callable` checks that no
-            parameter needs a gradient. If not, this function calls the callable every time to make the check.
+    `table` is the user's, or None for one that the solver makes. If not `is_plain`, this function calls the callable
+    every time, to check that no parameter needs a gradient; `apply_callable` does so for ordinary dense tensors in
+    eager mode.
     """
     key = _identity(function), bits if table is None else table, device, dtype
     solved = _solved.get(key)
@@ -62,10 +57,7 @@ def _solve(function, bits, device, dtype) -> Table:
 
 
 def check_table(function, table: Table) -> None:
-    """Raise TableError if a table is known to be that of another function. Do nothing if the callable cannot be called yet.
-
-    The first call of the callable checks the table again, for the device and the dtype of its input.
-    """
+    """Raise TableError if a table is known to be that of another function. Do nothing if the callable cannot be called yet."""
     first = next(iter(function.parameters()), None) if isinstance(function, nn.Module) else None
     device, dtype = (_CPU, torch.float32) if first is None else (first.device, first.dtype)
     try:
@@ -96,8 +88,7 @@ def _check(function, table: Table, device, dtype) -> None:
 def _apart(device: torch.device, function, *args):
     """Return function(*args), called in a new thread, without the caller's modes, transforms, hooks and autocast.
 
-    On a GPU it computes in the caller's stream. Context variables are the caller's, and the thread holds no lock of the
-    caller.
+    On a GPU it computes in the caller's stream. The thread holds no lock of the caller.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 

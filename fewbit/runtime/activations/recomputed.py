@@ -1,10 +1,8 @@
 """Activations in converted models, whose results are computed again in the backward pass instead of saved (docs/decisions/0021).
 
 The layer after the activation f computes f(x^) from a copy of x, with biases of the second order. tanh and sigmoid save
-a
-copy of the result, which is precise where the function is saturated. An f of two slopes saves 1 bit for each element,
-with
-which f of a norm's copy is exact in the mean.
+a copy of the result, which is precise where the function is saturated. An f of two slopes saves 1 bit for each element,
+with which f of a norm's copy is exact in the mean.
 """
 
 from __future__ import annotations
@@ -46,8 +44,7 @@ _FROM_RESULT = {"tanh": _aten.tanh_backward, "sigmoid": _aten.sigmoid_backward}
 def keeps_copy(x: Tensor, function: str) -> bool:
     """Return whether an activation saves a copy of its input x in place of codes.
 
-    Codes take fewer bytes for parameters, such as a temperature, and for a few elements. The answer is the same in the
-    second run of a checkpointed region, whose inputs are leaves.
+    Codes take fewer bytes for parameters, such as a temperature, and for a few elements.
     """
     is_parameter = isinstance(x, torch.nn.Parameter)
     return function not in TWO_VALUED and not is_parameter and x.numel() >= LEAST_FEATURES

@@ -24,9 +24,7 @@ DEFAULT = {"weight": "uniform", "objective": "mse", "tails": "free", "form": "le
 def encoding_of(
     function: str, parameters: tuple, bits: int, table: Table | None, dtype: torch.dtype
 ) -> Encoding:
-    """Return the encoding of the table of a named function, for bits and a table that `check_choice` accepts.
-
-    `dtype` is that of the activation's input.
+    """Return the encoding of a named function's table, for an input of `dtype`, and settings that `check_choice` accepts.
 
     Raises:
         FunctionError, SolveError, TableError: there is no such table. The message has one line.

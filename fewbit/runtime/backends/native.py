@@ -54,9 +54,6 @@ _MOST_POINTS = 1800
 class Kernels:
     """The compiled kernels of one device type, with the signatures of `reference`.
 
-    The kernels take dense tensors, and raise ValueError if the size of a tensor is not the size that a kernel reads or
-    writes.
-
     Args:
         kernels: the object that contains the kernels, an attribute of the extension module `fewbit._kernels`.
         widths_arguments: a function of the bits of each sample, (N,) uint8, or None, that returns the arguments by
@@ -144,11 +141,7 @@ class Kernels:
         group_size,
         kind=UNIFORM,
     ):
-        """Compute an activation, the codes of x and the quantized result in one pass over memory, or return None.
-
-        On CUDA there is such a pass for masked copies of the results of ReLUs, see `relu_quantized` in
-        csrc/cuda/kernels.h.
-        """
+        """See `reference`. On CUDA there is such a pass for masked copies of the results of ReLUs (csrc/cuda/kernels.h)."""
         if not hasattr(self._kernels, "forward_quantized"):
             if not self.can_quantize_result(function) or kind != MASKED:
                 return None
@@ -336,11 +329,7 @@ def _element(tensor, like):
 
 
 def _vectors(given, n):
-    """Return the last arguments of a kernel, vectors and `inner`, from an argument `normalize`, `affine` or `scale`.
-
-    Element number e of n uses entry (e div inner) mod (number of entries) of the vectors, which `layout.check_vectors`
-    checks.
-    """
+    """Return the last arguments of a kernel, vectors and `inner`, from an argument `normalize`, `affine` or `scale`."""
     if given is None:
         return ()
     *vectors, inner = given[:3]

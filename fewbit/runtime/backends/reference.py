@@ -63,8 +63,7 @@ def forward(x, function, parameters, encoding, seed, out) -> torch.Tensor | None
         x: a dense tensor of a floating dtype.
         function: the name of the activation f in `fewbit.functions`.
         parameters: the parameters of f, in the order of `fewbit.functions`.
-        encoding: the encoding, which says which code an element gets, and which value in place of f'(x) a code stands
-            for.
+        encoding: the encoding of the codes.
         seed: (1,) int64 if the encoding draws codes at random, else None.
         out: the tensor to which f(x) is written, with the strides of x; may be x itself.
 
@@ -96,7 +95,7 @@ def forward_quantized(
     `qseed`, `bits`, `group_size` and `kind` are those of `quantize`, and x has samples outermost.
 
     Returns:
-        The codes of x and the quantized f(x). None, with nothing done, if there is no such pass.
+        A `QuantizedForward`. None, with nothing done, if there is no such pass.
     """
     return None
 
@@ -116,14 +115,8 @@ def decode_mul(
 ) -> None:
     """Write the gradient of the activation's input, lut[code] * grad, to `out`, rounded once to the dtype of `out`.
 
-    The lookup table `lut` has the value that each code stands for.
-
-    Args:
-        grad: the gradient of the activation's result. It has the dtype and strides of `out`, or all its elements are
-            the same element of storage (`layout.is_broadcast_scalar`).
-        packed: the packed codes, the result of `encode`.
-        encoding: the encoding of the codes.
-        out: a dense tensor of a floating dtype.
+    `grad` has the dtype and strides of `out`, a dense floating tensor, or repeats one element of storage
+    (`layout.is_broadcast_scalar`). `packed` is the result of `encode`.
     """
     n = out.numel()
     entry = ArgumentChecks("decode_mul", grad)

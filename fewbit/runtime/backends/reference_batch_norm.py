@@ -35,11 +35,10 @@ def batch_norm_backward(packed, ranges, bits, group_size, grad, rstd, weight, ne
             storage order, has channel e mod C.
         rstd: (C,) float32, the reciprocal standard deviations.
         weight: (C,) float32, or None.
-        needs_input: whether to compute the gradient of the input.
+        needs_input: whether to compute the gradient of the input; else it is None.
 
     Returns:
-        (the gradient of the input, with the size, strides and dtype of `grad`, or None; that of the weight, (C,)
-        float32; that of the bias, (C,) float32). None if the backend has no kernel for these tensors after all.
+        The three gradients, those of weight and bias in float32. None if the backend has no kernel for these tensors.
     """
     x = torch.empty_like(grad, dtype=torch.float32)
     dequantize(packed, ranges, bits, group_size, x, kind=ROTATED)

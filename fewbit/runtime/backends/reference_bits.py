@@ -42,15 +42,7 @@ def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
 
 
 def philox_words(seed: torch.Tensor, counter: torch.Tensor):
-    """Return the random numbers of the Philox generator for each counter, as `fewbit.table.philox.philox4x32` does.
-
-    Args:
-        seed: (1,) int64.
-        counter: int64 of any shape, whose bits are those of an unsigned number.
-
-    Returns:
-        Four int64 tensors of the shape of `counter`, with numbers below 2**32.
-    """
+    """Return four random numbers, int64 below 2**32, for each counter (unsigned, as int64), see `table.philox.philox4x32`."""
     c0, c1 = counter & _MASK32, (counter >> 32) & _MASK32
     c2 = c3 = torch.zeros_like(counter)
     k0, k1 = seed & _MASK32, (seed >> 32) & _MASK32
@@ -71,8 +63,8 @@ def philox_words(seed: torch.Tensor, counter: torch.Tensor):
 def sixteen_bit_draws(seed: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
     """Return 256 random 16-bit numbers, (n, 256) int64, from each run of 32 Philox counters, whose first ones are `counter`, (n,).
 
-    Each of a counter's four 32-bit words is cut into two numbers, the lower half first. Number i of a run is number i
-    div 32 of the run's counter i mod 32.
+    Each 32-bit word is cut into two numbers, the lower half first. Number i of a run is number i div 32 of the run's
+    counter i mod 32.
     """
     counters = counter[:, None] + torch.arange(32, device=counter.device)
     words = torch.stack(philox_words(seed, counters), -1)  # (n, 32, 4)

@@ -53,9 +53,8 @@ def encode_fixed(x, y, grid, bits, inner, normalize=None):
         y: the norm's result, whose sign is encoded, with the strides and dtype of x.
         grid: the result of `grid_fixed`, (7, channels) float32.
         bits: the bits of a code, 1 to 8.
-        inner: the number of consecutive elements of one channel. Element number e, in storage order, belongs to channel
-            (e div inner) mod channels.
-        normalize: None if x is x~. Otherwise (mean, rstd, inner), from which x~ is computed, see `quantize`.
+        inner: element number e, in storage order, belongs to channel (e div inner) mod channels.
+        normalize: None if x is x~. Otherwise (mean, rstd, inner), see `quantize`.
     """
     entry = ArgumentChecks("encode_fixed", x)
     entry.check_numbers("x", x)
@@ -85,12 +84,12 @@ def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None
     Args:
         packed: the result of `encode_fixed`.
         grid: the grid that `encode_fixed` got.
-        bits: the bits of a code, 1 to 8.
-        inner: the number of consecutive elements of one channel, see `encode_fixed`.
+        bits: the bits of a code.
+        inner: see `encode_fixed`.
         out: a dense tensor of a floating dtype.
-        slope: None to write values of x~. If it is a number, y is computed, and each y that is not positive is
-            multiplied by it: 1 for y itself, 0 for ReLU(y).
-        scale: None, or (vector, inner) to write x~ * vector[i], see `encode_fixed`. Ignored if a slope is given.
+        slope: None to write values of x~. A number to write y, multiplied by it where y is not positive: 1 for y
+            itself, 0 for ReLU(y).
+        scale: None, or (vector, inner) to write x~ * vector[i]. Ignored if a slope is given.
     """
     entry = ArgumentChecks("decode_fixed", out)
     entry.check_numbers("out", out)
@@ -117,7 +116,7 @@ def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None
 
 
 def mask_fixed(grad, packed, grid, bits, inner, slope, out) -> None:
-    """Write the gradient of ReLU(y) or LeakyReLU(y) with respect to y to `out`: `grad`, times `slope` where y is not positive.
+    """Write the gradient of ReLU(y) or LeakyReLU(y) to `out`: `grad`, times `slope` where y is not positive.
 
     A slope of 0 gives 0, even if grad is not finite. The other arguments are as in `decode_fixed`.
     """

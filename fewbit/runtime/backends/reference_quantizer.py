@@ -27,9 +27,7 @@ def quantize(
     normalize=None,
     kind=UNIFORM,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a tensor: compute the codes of its elements, and two numbers for each group.
-
-    The two numbers are the minimum and the range in a uniform copy, the mean and the scale in all other copies.
+    """Quantize a tensor: compute the codes of its elements, and two numbers for each group, the *ranges*.
 
     Args:
         x: a dense tensor of a floating dtype, with samples outermost in storage.
@@ -45,8 +43,8 @@ def quantize(
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
 
     Returns:
-        The packed codes, int32; and the ranges, (groups, 2) bfloat16, the two numbers of each group. A copy that is not
-        uniform has two more rows of ranges, with its seed.
+        The packed codes, int32; and (groups, 2) bfloat16, the minimum and the range of each group in a uniform copy,
+        the mean and the scale in all others, which have two more rows with their seed.
     """
     check_rotated_size(kind, group_size)
     entry = ArgumentChecks("quantize", x)
@@ -84,15 +82,10 @@ def quantize(
 
 
 def channel_statistics(x, count: int, normalize=None) -> torch.Tensor:
-    """Estimate the mean and the scale of each channel of a tensor from some of its rows, (count, 2) bfloat16.
+    """Estimate the mean and the scale of each of `count` channels from some of the rows of x, (count, 2) bfloat16.
 
     The scale is the root of the channel's standard deviation, which gives the least sum of squared errors
-    (docs/concepts/quantizer.md, "Channels").
-
-    Args:
-        x: a dense tensor of a floating dtype, with elements.
-        count: the number of channels, which divides the number of elements.
-        normalize: None, or (mean, rstd, inner) to normalize x first, see `quantize`.
+    (docs/concepts/quantizer.md, "Channels"). `normalize`: None, or (mean, rstd, inner) to normalize x first.
     """
     entry = ArgumentChecks("channel_statistics", x)
     entry.check_numbers("x", x)
@@ -135,13 +128,7 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
 
     For uniform copies, a group adds (number of elements) * range^2, and for rotated copies the sum of the squares of
     its elements minus their mean. Ranges and means are those that `quantize` stores, but groups never cross samples. A
-    sample with an element that is not finite has NaN.
-
-    Args:
-        x: a dense tensor of a floating dtype, with samples outermost in storage.
-        group_size: the number of elements in a group.
-        normalize: None, or (mean, rstd, inner) to normalize x first, see `quantize`.
-        kind: the kind of the copy, one of `fewbit.config.KINDS`.
+    sample with an element that is not finite has NaN. The arguments are as in `quantize`.
     """
     check_rotated_size(kind, group_size)
     entry = ArgumentChecks("squares", x)
@@ -181,22 +168,16 @@ def dequantize(
 ) -> None:
     """Write the values that codes stand for to `out`, rounded once to the dtype of `out`.
 
-    Args:
-        packed: the packed codes that `quantize` returned.
-        ranges: the ranges that `quantize` returned.
-        bits: the bits per element of all samples, 1 to 8. Ignored if `widths` is given.
-        group_size: the number of elements in a group.
-        out: a dense tensor of a floating dtype, with the size of the quantized tensor and samples outermost in storage.
-        widths: (N,) uint8, the bits per element of each of N samples, or None.
-        affine: None, or (scale, shift, inner) to write values * scale[i] + shift[i], computed in float32 before
-            rounding, with i as in `quantize`. Scale or shift may be None. Must be None if `widths` is given and samples
-            have fewer than 64 features, which do not lie side by side in groups.
-        kind: the kind of the copy, one of `fewbit.config.KINDS`.
-        mask: None, or packed codes of 1 bit, in storage order, by which values are multiplied. Must be None if the copy
-            is uniform, or if `affine` is given.
-        channels: None, or (count, 2) bfloat16, the numbers of the channels that `quantize` took out: each value is
-            multiplied by its channel's scale, then the mean is added, before `affine`. Must be None if `affine` must
-            be.
+    `bits`, `group_size`, `widths` and `kind` are as in `quantize`, which returned `packed` and `ranges`. `out` is a
+    dense floating tensor with samples outermost in storage.
+
+    With affine = (scale, shift, inner), values * scale[i] + shift[i] are written, computed in float32 before rounding,
+    with i as in `quantize`; scale or shift may be None. Values are multiplied by `mask`, packed codes of 1 bit in
+    storage order. With `channels`, (count, 2) bfloat16, each value is multiplied by its channel's scale, then the mean
+    is added, before `affine`.
+
+    affine and channels must be None if `widths` is given and samples have fewer than 64 features, which do not lie side
+    by side in groups. `mask` must be None if the copy is uniform, or if `affine` is given.
     """
     check_rotated_size(kind, group_size)
     entry = ArgumentChecks("dequantize", out)
@@ -344,8 +325,7 @@ def limits_of(ranges):
 def draws(seed, group, group_size):
     """Return the random 16-bit numbers by which the elements of groups are rounded, (groups, group_size) int64.
 
-    A group has a run of 32 Philox counters for every 256 elements (`sixteen_bit_draws`). The runs of all groups follow
-    one another, starting with counter 0.
+    The runs of 32 Philox counters for every 256 elements (`sixteen_bit_draws`) follow one another from counter 0.
     """
     blocks = -(-group_size // _BLOCK)
     run = group[:, None] * blocks + torch.arange(blocks, device=group.device)

@@ -81,10 +81,10 @@ def restore_groups(codes, exists, mean, scale, seed, bits, first_group):
 
 
 def energies(cut, exists, is_masked):
-    """Return the sum of squares of the elements of each group minus the group's mean, (groups,) float32.
+    """Return the squares of each group's elements minus their mean, summed up, (groups,) float32; arguments as above.
 
-    It is multiplied by the share of elements that are not left out. A group with an element that is not finite has NaN.
-    The arguments are those of `quantize_groups`.
+    They are multiplied by the share of elements that are not left out. A group with an element that is not finite has
+    NaN.
     """
     left = _remainders(cut, exists, is_masked)
     back = 1.0 / left.factor

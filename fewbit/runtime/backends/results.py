@@ -8,10 +8,10 @@ import torch
 
 
 class QuantizedForward(NamedTuple):
-    """The tensors that are saved of an activation's input x and of its result f(x).
+    """The saved tensors of an activation's input x and of its result f(x).
 
     Attributes:
-        codes: the packed codes of x, int32, which the activation saves.
+        codes: the packed codes of x, int32.
         packed, ranges: the copy of f(x), which the layer after the activation saves, see `reference.quantize`.
     """
 

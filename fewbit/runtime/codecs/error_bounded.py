@@ -29,11 +29,10 @@ MOST_DIMS = 4
 
 
 class ErrorBounded(Codec):
-    """A codec that compresses with SZ3, a library for error-bounded compression.
+    """A codec that compresses with SZ3 on the host; it needs `pip install 'fewbit[codecs]'`.
 
     The error of each element is at most the square root of the bound; a tensor that fails this check is saved exactly.
-    SZ3 rounds to nearest, so values are not exact in expectation, and a zero stays zero only if its prediction is zero.
-    SZ3 runs on the host. The codec needs `pip install 'fewbit[codecs]'`. The seed is not used.
+    SZ3 rounds to nearest, so values are not exact in expectation. The seed is not used.
     """
 
     name = "error-bounded"

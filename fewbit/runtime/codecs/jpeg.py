@@ -36,8 +36,7 @@ class Jpeg(Codec):
     """A codec that applies the cosine transform to blocks of 8 by 8 elements and rounds the coefficients at random.
 
     Values are exact in expectation. The bound limits the expected squared error, averaged over the tensor or over each
-    channel with a bound of its own. Tensors must have shape (N, C, H, W); others raise InputError. The host waits for
-    the device several times.
+    channel with a bound of its own. Tensors must have shape (N, C, H, W). The host waits for the device several times.
     """
 
     name = "jpeg"
@@ -112,9 +111,8 @@ def _coefficients(x) -> torch.Tensor:
 def _steps(coefficients, rest, elements: int) -> torch.Tensor:
     """Return the longest steps, of those that are tried, whose expected squared error is at most `rest`; both (1,) or (C,) float64.
 
-    A coefficient c is rounded at random to s floor(c / s) or to s more, with the variance s^2 p (1 - p), p = c / s -
-    floor(c / s), at most s^2 / 4. The transform is orthonormal, so the step 2 sqrt(rest) suffices for any data, and
-    this step times each of FACTORS is tried.
+    A coefficient c is rounded at random to a multiple of s, with the variance s^2 p (1 - p), p = c / s - floor(c / s),
+    at most s^2 / 4. So the step 2 sqrt(rest) suffices for any data, and this step times each of FACTORS is tried.
     """
     least = 2 * rest.sqrt()
     steps, parts = least.clone(), coefficients.reshape(len(rest), -1)

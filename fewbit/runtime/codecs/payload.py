@@ -25,9 +25,9 @@ class Payload(NamedTuple):
     """A compressed tensor. A layer saves a payload in the form `SavedTensors(*payload)`.
 
     Args:
-        tensors: the tensors for `save_for_backward`. They take all the memory of the payload.
-        spec: plain data, with an attribute `count`, the number of tensors, and a method `dequantize(tensors)`, which
-            returns values with the size and dtype of the compressed tensor, in new memory.
+        tensors: the tensors for `save_for_backward`.
+        spec: plain data with `count`, the number of tensors, and a method `dequantize(tensors)`, which returns values
+            with the size and dtype of the compressed tensor, in new memory.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -66,10 +66,9 @@ class Codec(ABC):
 
         Args:
             tensor: float32, float64, float16 or bfloat16, of any shape and strides, in eager mode.
-            bound: the bound on the squared error of an element, at least 0. Either one number, or (C,) numbers, one for
-                each channel (dimension 1).
-            seed: (1,) int64 on the tensor's device, the seed of the random rounding. By default the random numbers come
-                from torch's generator.
+            bound: the bound on the squared error of an element, at least 0: one number, or (C,) numbers, one for each
+                channel (dimension 1).
+            seed: (1,) int64 on the tensor's device. By default the random numbers come from torch's generator.
 
         Raises:
             InputError: if an argument is not as described here.
@@ -188,14 +187,8 @@ def left_over(limits, magnitude, dtype: torch.dtype, roundings: int = 3) -> torc
     """Subtract the rounding errors of float32 and `dtype` from bounds, float64. Return what is left for quantization.
 
     The root mean square of a sum of errors is at most the sum of their root mean squares. Rounding to `dtype` moves a
-    value by at most half the distance between numbers at the largest magnitude, and by no more than the value's error
-    before, because the exact value is itself a number of `dtype`.
-
-    Args:
-        limits: the bounds on the squared error, the result of `checked`.
-        magnitude: the largest magnitudes, the result of `largest`.
-        dtype: the dtype of the compressed tensor.
-        roundings: the number of times that a value is rounded in float32.
+    value by at most half the distance between numbers at the largest `magnitude`, and by no more than the value's error
+    before. `roundings` is how often a value is rounded in float32.
     """
     root = limits.sqrt() - roundings * 2.0**-24 * magnitude
     unit = torch.finfo(dtype).eps / 2 * magnitude

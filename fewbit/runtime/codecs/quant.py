@@ -31,7 +31,7 @@ class Quant(Codec):
     """A codec that saves codes of 1 to 8 bits, with a minimum and a range for each group of 256 elements.
 
     Values are exact in expectation. The bound limits the expected squared error, averaged over the tensor or over each
-    channel with a bound of its own, for any data, because copies are uniform. The host waits once for the ranges.
+    channel with a bound of its own. The host waits once for the ranges.
     """
 
     name = "quant"
@@ -45,8 +45,7 @@ class Piece(NamedTuple):
 
     Args:
         channels: the numbers of the channels, or None for all channels.
-        x: the elements of these channels, with channels in dimension 0; the whole tensor in its own shape if `channels`
-            is None.
+        x: the elements of these channels, with channels in dimension 0, or the whole tensor.
         payload: the compressed x.
     """
 
@@ -88,10 +87,9 @@ class ByChannel(NamedTuple):
 
 
 def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> list[Piece]:
-    """Quantize a tensor in pieces, each with the fewest bits that keep the bound.
+    """Quantize a tensor in pieces of channels, each with the fewest bits that keep the bound.
 
-    Channels with bounds of their own that get the same bits are one piece. If they have fewer than 64 elements, groups
-    contain several, so the whole tensor is one piece with the smallest bound.
+    Channels of fewer than 64 elements share groups, so the whole tensor is one piece with the smallest bound.
     """
     if not x.numel():
         return [Piece(None, x, exact_payload(x))]
@@ -124,12 +122,12 @@ def joined(x: torch.Tensor, parts: list[Piece]) -> Payload:
 
 
 def widths_for(ranges, size, limits, dtype) -> list[int]:
-    """Return the fewest bits, 1 to 8, that keep the expected squared error of each sample within its limit; 0 if 8 are not enough.
+    """Return the fewest bits, 1 to 8, that keep each sample's expected squared error within its limit; 0 if 8 are not enough.
 
     Args:
         ranges: the minimum and range of each group, from `quantizer_ops.quantize`.
         size: the size of the quantized tensor. With more than one limit, samples must have 64 elements or more.
-        limits: the bounds on the squared error: (samples,) float64, or (1,) to get one number of bits for all samples.
+        limits: (samples,) float64, or (1,) to get one number of bits for all samples.
         dtype: the dtype of the values.
     """
     square, magnitude = _spread(ranges, size)

@@ -21,10 +21,9 @@ def write(numbers: torch.Tensor):
 
     Returns:
         words: 1-D int32, the packed integers of all rows in ascending order of widths.
-        widths: (C, K) uint8, the width of each row, plus SPARSE if zeros are left out. In that case a mask, one bit for
-        each integer, comes before the nonzero integers.
-        nonzeros: for each width with SPARSE, in ascending order, the number of nonzero integers in all rows of this
-        width.
+        widths: (C, K) uint8, the width of each row, plus SPARSE if a mask, one bit for each integer, comes before the
+        nonzero integers alone.
+        nonzeros: for each width with SPARSE, in ascending order, the number of nonzero integers in all its rows.
     """
     # 0, 1, -1, 2, -2 ... become 0, 1, 2, 3, 4 ...
     folded = 2 * numbers.abs() - (numbers > 0).to(torch.int32)

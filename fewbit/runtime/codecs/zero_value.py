@@ -20,8 +20,8 @@ from fewbit.runtime.saved import offload
 class ZeroValue(Codec):
     """A codec that saves a mask, with one bit for each element, and codes only for elements that are not zero.
 
-    Values are those of `quant` with the same seed, except that zeros are exactly zero. If that would not make the
-    payload smaller, it is that of `quant`. The host waits for the device twice.
+    Values are those of `quant` with the same seed, except that zeros are exactly zero; the payload is that of `quant`
+    if this is no larger. The host waits for the device twice.
     """
 
     name = "quant+zvc"
@@ -31,11 +31,7 @@ class ZeroValue(Codec):
 
 
 class Sparse(NamedTuple):
-    """The spec of a tensor that is saved without its zeros.
-
-    The payload's tensors are the packed mask of elements that are not zero, their packed codes, `nonzero` in number,
-    and the ranges of the groups.
-    """
+    """The spec of a tensor saved as a packed mask of nonzero elements, their packed codes, and the ranges of the groups."""
 
     inner: QuantizedTensorSpec
     nonzero: int

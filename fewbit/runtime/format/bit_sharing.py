@@ -15,12 +15,10 @@ def share_bits(squares: torch.Tensor, total: int, kind: str) -> torch.Tensor:
     """Return the bits, (N,) uint8, of each of N samples, `total` in all, with which rounding adds the least variance.
 
     The variance is the sum of square * distortion(kind, bits). Each further bit of a sample lowers it by less than the
-    bit before, so every sample first gets one bit, and then those single bits are added that lower it most. No
-    computation here waits for a device.
+    bit before, so single bits are added where they lower it most. No computation here waits for a device.
 
     Args:
-        squares: (N,) float32, for each sample the number to which the variance of rounding is proportional
-            (`quantizer_ops.squares`), possibly times the sample's squared gradient norm.
+        squares: (N,) float32, see `quantizer_ops.squares`, possibly times the sample's squared gradient norm.
         total: the sum of all samples' bits, from N to 8 N.
         kind: the kind of the copy.
     """

@@ -25,10 +25,9 @@ class Normalization(NamedTuple):
     """The change of a tensor's elements before they are quantized: first (x - mean) * rstd, then the channels.
 
     Attributes:
-        mean: a 1-D contiguous float32 vector, or None. Element number e, in storage order, has entry (e div inner) mod
-            (number of entries).
+        mean: a 1-D contiguous float32 vector, or None.
         rstd: a vector like `mean`, or None if the elements are not normalized.
-        inner: the number of consecutive elements with the same entry.
+        inner: element number e, in storage order, has entry (e div inner) mod (number of entries) of the vectors.
         channels: (count, 2) bfloat16, the mean m and the scale s of each channel, or None. An element v becomes (v - m)
             / s, computed as a product with 1 / s in float32.
     """
@@ -47,7 +46,7 @@ def usual_features(dims: int) -> tuple[int, ...]:
 
 
 def channels_of(x: torch.Tensor, features: tuple[int, ...]) -> int:
-    """Return the number of channels whose means and scales a rotated copy of x has, or 0 if it has none.
+    """Return the number of channels whose means and scales a rotated copy of x has.
 
     `features` are the dimensions along which channels differ, from 0, which have to be the innermost ones in storage.
     """

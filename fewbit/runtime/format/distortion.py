@@ -1,10 +1,8 @@
 """The factor `distortion` of the variance of rounding: variance = distortion * squares (docs/concepts/theory/rounding.md).
 
 In a uniform copy, an element's variance is on average step^2 / 6, and never above step^2 / 4. In a rotated or masked
-copy
-it is D / (1 - D) (EDEN, Vargaftik et al., ICML 2022) with the least squared error D of levels for a normal
-distribution,
-and a little for the rounding of the scale.
+copy it is D / (1 - D) (EDEN, Vargaftik et al., ICML 2022) with the least squared error D of levels for a normal
+distribution, and a little for the rounding of the scale.
 """
 
 from __future__ import annotations

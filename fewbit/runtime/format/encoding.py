@@ -31,8 +31,7 @@ def gray(index):
 class Draw(NamedTuple):
     """The constants from which codes of an unbiased table are drawn at random (docs/reference/table_schema.md), all float32.
 
-    An input x gets one of the two levels around the value of a piecewise linear function at x, so that the mean is this
-    value.
+    An input x gets one of the two levels around the value of a piecewise linear function, which is their mean.
 
     Args:
         points: (n,), the corners of the function for comparisons: x lies right of corner j if x > points[j], so a
@@ -64,9 +63,8 @@ class Encoding:
         levels: (K,) float64, the K values of q.
         breaks: (M-1,) float64, ascending, the breaks between the M pieces.
         codes: (M,) int64, the number of the level of each piece, from 0 to K-1.
-        closed: for each break, "right" if the piece on its left contains it, or "left" if the piece on its right does.
-        knots: for an unbiased table, the corners of the piecewise linear function that is the mean of the drawn levels;
-            else None.
+        closed: for each break, "right" if the piece on its left contains it, else "left".
+        knots: for an unbiased table, the corners of the function that is the mean of the drawn levels; else None.
     """
 
     bits: int
@@ -158,10 +156,7 @@ class Encoding:
 
 
 def _strict(limits: np.ndarray, closed) -> np.ndarray:
-    """Return breaks adjusted so that x is beyond a break if x > break: the next lower number if it is closed "left".
-
-    A break that would become -inf is replaced by the lowest finite number, which no activation reaches.
-    """
+    """Return breaks adjusted so that x is beyond a break if x > break: the next lower number if it is closed "left"."""
     left = np.array([side == "left" for side in closed], bool)
     with np.errstate(over="ignore"):
         below = np.nextafter(limits, limits.dtype.type(-np.inf))

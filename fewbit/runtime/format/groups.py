@@ -45,10 +45,7 @@ def most_groups(samples: int, features: int, group_size: int) -> int:
 
 
 def mixed_words(widths: Iterable[int], features: int) -> int:
-    """Return the number of int32 words that samples take if sample n has widths[n] bits per element.
-
-    The codes of all samples with the same bits are packed together, and padded once to a whole block of 32.
-    """
+    """Return the number of int32 words of samples of widths[n] bits per element, padded to 32 codes for each width."""
     counts = [0] * 9
     for width in widths:
         counts[width] += 1

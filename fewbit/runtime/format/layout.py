@@ -75,7 +75,6 @@ def is_regular(x: torch.Tensor) -> bool:
 def result_stride(x: torch.Tensor) -> tuple[int, ...] | None:
     """Return the strides that torch's pointwise functions give their result for x; None if x is empty or not dense.
 
-    torch replaces the strides of dimensions of size 1 if x is contiguous or channels-last.
     `torch_functions.OTHER_STRIDES` do not follow this rule.
     """
     if x.is_contiguous():
@@ -151,8 +150,7 @@ def by_sample_stride(x: torch.Tensor) -> tuple[int, ...]:
 def _stride(x: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a dense x. While a compiler traces, compute them as products of the sizes of x.
 
-    A compiler would look up `x.stride()` with symbolic sizes when it compiles the graph, and may have removed the
-    operations that made these strides.
+    A compiler would look up `x.stride()` with symbolic sizes when it has perhaps removed the operations that made them.
     """
     if not torch.compiler.is_compiling():
         return x.stride()
@@ -236,8 +234,7 @@ def with_stride(x: torch.Tensor, stride, by_sample: bool = False) -> torch.Tenso
     """Return x with exactly the given strides: x itself, a view of it, or a copy (docs/concepts/runtime.md, "Strides").
 
     Raises:
-        ValueError: If no dense tensor of x's shape has those strides, or if `by_sample` and dimension 0 is not
-            outermost.
+        ValueError: no dense tensor has those strides, or `by_sample` and dimension 0 is not outermost.
     """
     shape, stride = tuple(x.shape), tuple(stride)
     check_stride(shape, stride, by_sample)

@@ -59,7 +59,7 @@ class GraphSettings(NamedTuple):
         group_size: the number of elements in a group.
         kind: the kind of the copies; None for the usual kind.
         functions: {name of an autograd Function: positions of saved tensors in which its gradients are linear}.
-        least: the number of elements from which on small tensors of one pack (`packs.py`) are quantized.
+        least: the number of elements from which on small tensors of one pack are quantized.
     """
 
     bits: int
@@ -70,7 +70,7 @@ class GraphSettings(NamedTuple):
     least: int = LEAST_ELEMENTS
 
     def rules_of(self, node) -> Iterator[tuple[SavedArgument, Rule | None]]:
-        """Yield the tensors that an autograd node has saved, each with its rule, or None if it has to stay exact.
+        """Yield the tensors that an autograd node has saved, each with its rule; None if it has to stay exact.
 
         Raises:
             InputError: the user has named a position at which the node has no tensor.
@@ -101,9 +101,7 @@ class _Candidate(NamedTuple):
 
 
 class GraphCompressor:
-    """Compresses what torch's operations save in a model's forward passes.
-
-    A deep copy or an unpickled compressor has the same settings and no state of a forward pass.
+    """Compresses what torch's operations save in a model's forward passes. A copy or unpickled one has the same settings.
 
     Args:
         settings: the settings for modules that `own` does not name.
@@ -136,13 +134,9 @@ class GraphCompressor:
         local.exact, local.packs = set(), {}
 
     def compress(self, path: str, start: int, outputs, context: ForwardContext) -> None:
-        """Compress what was saved in the call of a module, except in modules for which this was called before.
+        """Compress what was saved in a call of the module at `path`, except in modules for which this was called before.
 
-        Args:
-            path: the path of the module whose call has ended.
-            start: the sequence number of the next autograd node when the call began.
-            outputs: the result of the call.
-            context: the context of the model.
+        `start` is the sequence number of the next autograd node when the call began.
         """
         local = self._local
         if local.start is None:

@@ -1,8 +1,7 @@
 """Packs: small tensors that autograd nodes, as those of a recurrent layer's steps, have saved, and that are quantized together.
 
 Single copies would take most of the time and memory for calls of kernels and the allocator's smallest blocks. The
-tensors
-of a pack have the same rule, dtype and shape except in dimension 0, along which they are concatenated.
+tensors of a pack have the same rule, dtype and shape except in dimension 0, along which they are concatenated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The rules by which saved tensors of torch's autograd nodes are compressed, one for each argument of a kind of node.
 
 A rule that `is_exact` leaves the gradient the same to the bit. With another one the gradient is exact in expectation,
-as
-long as the node's other arguments are exact or rounded independently. Arguments without a rule stay exact.
+as long as the node's other arguments are exact or rounded independently. Arguments without a rule stay exact.
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ class LinearRule(Rule):
 class ExponentialRule(LinearRule):
     """The argument is a result of exp, in which the gradient is linear. It is quantized if no element is above 1.
 
-    `operations.elementwise.exp` gives the reasons. On a GPU the argument stays as it is, because the host would have to
-    wait for the largest element.
+    See `operations.elementwise.exp`. On a GPU the host would have to wait for the largest element, so it stays as it
+    is.
     """
 
     usual: str = UNIFORM
@@ -93,14 +92,9 @@ class ExponentialRule(LinearRule):
 
 @dataclass(frozen=True)
 class DerivativeRule(Rule):
-    """The gradient is linear in a derivative, a function of the argument. The derivative is quantized.
+    """The gradient is linear in a derivative, a function of the argument. The derivative is quantized, in a uniform copy.
 
-    The backward pass gets an argument whose derivative is the quantized one. Copies are uniform, so that no derivative
-    leaves the interval of its group.
-
-    Attributes:
-        derivative: the function.
-        inverse: a function that returns an argument for a derivative.
+    The backward pass gets an argument whose derivative, computed by `derivative`, is the quantized one (`inverse`).
     """
 
     derivative: Callable
@@ -143,10 +137,7 @@ class MaskRule(OneBit):
 
 @dataclass(frozen=True)
 class TwoValuedRule(OneBit):
-    """The argument has two values, 0 and a positive number, as the factor by which dropout multiplies.
-
-    On a GPU it stays as it is, because the host would have to wait for its largest element.
-    """
+    """The argument has two values, 0 and a positive number, as the factor of dropout. On a GPU it stays as it is."""
 
     def compress(self, x, settings):
         """Return a packed bit for each element, or None if there are other values."""

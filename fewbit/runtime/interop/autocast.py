@@ -10,8 +10,7 @@ import torch
 def with_torch_casts(function, *args, **kwargs):
     """Return function(*args, **kwargs) of a function of torch, which casts its inputs for autocast, but without a cache.
 
-    A weight that is cast inside an autograd Function has no autograd graph. If other layers got it from autocast's
-    cache, the parameter would get no gradient from them.
+    A weight that is cast inside an autograd Function has no graph, so other layers must not get it from the cache.
     """
     # A compiler traces the casts, and its partitioner chooses the tensors to save.
     if torch.compiler.is_dynamo_compiling() or not torch._C._is_any_autocast_enabled():

@@ -23,7 +23,7 @@ class SavedArgument(NamedTuple):
 
     Attributes:
         name: the name of the argument, such as "other"; "tensors" for all tensors of an autograd Function.
-        number: the position of the tensor among the tensors of this name, from 0.
+        number: the position of the tensor among the tensors of this name.
         raw: torch's SavedTensor.
         tensor: the tensor, or None if other hooks hold it.
         needs_grad: whether the tensor is a result of the node, or needs a gradient.
@@ -42,12 +42,9 @@ class SavedArgument(NamedTuple):
 
 
 class Metered:
-    """The base class of objects that autograd holds in place of a saved tensor while a meter counts saved bytes.
+    """The base of objects that autograd holds in place of a saved tensor while a meter counts saved bytes.
 
-    Attributes:
-        tensor: the saved tensor, detached.
-        needs_grad: whether the tensor needed a gradient.
-        is_computed: whether `is_computed` was true for it.
+    `tensor` is detached; `needs_grad` and `is_computed` are what was true for the saved one.
     """
 
     tensor: torch.Tensor
@@ -72,7 +69,7 @@ def nodes_of(tensors: Iterable[torch.Tensor]) -> list:
 def nodes_since(nodes: Iterable, start: int, seen: set) -> tuple[list, list]:
     """Return (nodes behind some autograd nodes that this thread made since `start`, earlier nodes to which these lead directly).
 
-    Nodes in `seen`, to which those that are found are added, are left out together with the nodes before them.
+    Nodes in `seen`, to which those that are found are added, and nodes before them are left out.
     """
     found, earlier, waiting = [], [], [*nodes]
     while waiting:
@@ -102,10 +99,7 @@ def count_of_saved(node) -> int | None:
 
 
 def saved_by(node) -> Iterator[SavedArgument]:
-    """Yield the tensors that an autograd node has saved, and each member of a list.
-
-    A tensor that was changed in place since is left out, because torch will raise an error in the backward pass.
-    """
+    """Yield the tensors that an autograd node has saved, and each member of a list, except tensors changed in place since."""
     kind = type(node)
     if kind not in _arguments:
         names = [name for name in dir(kind) if name.startswith(_PREFIX)]

@@ -43,9 +43,8 @@ def current_mode():
 class ReplacingMode(TorchFunctionMode):
     """The base of fewbit's function modes, by which `run_outside` recognizes them.
 
-    Attributes:
-        is_region: whether the mode watches a checkpointed region, and has `run_layer(function, args, kwargs)`, which
-            calls the forward of a layer of fewbit outside of the mode.
+    A mode that watches a checkpointed region has `is_region`, and `run_layer(function, args, kwargs)`, which calls the
+    forward of a layer of fewbit outside of the mode.
     """
 
     is_region = False

@@ -26,10 +26,7 @@ def checkpoint_hook():
 
 
 def region_of(hook):
-    """Return the object that is the same in both runs of the region with the hook `checkpoint_hook()`; None without a region.
-
-    A cell in the closure of each run's hook refers to it, directly, weakly or through another function.
-    """
+    """Return the object that is the same in both runs of the region with the hook `checkpoint_hook()`; None without a region."""
     for cell in getattr(hook, "__closure__", None) or ():
         held = cell.cell_contents
         held = held() if isinstance(held, weakref.ref) else held

@@ -8,8 +8,7 @@ import torch
 def notify_traced(subject) -> None:
     """Call `subject.was_traced()` when Dynamo traces this call; do nothing in eager mode and in other tracers.
 
-    The call adds no operation, no guard and no break to the graph. It finds `subject` through a private interface of
-    Dynamo, and passes over it if that changes.
+    The call adds no operation, no guard and no break to the graph.
     """
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime

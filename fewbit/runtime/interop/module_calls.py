@@ -168,8 +168,7 @@ def tracked_class(base: type[nn.Module]) -> type[nn.Module]:
 def _layout_of(base: type) -> tuple[type, ...]:
     """Return the classes that must come first among the bases of a subclass, so that modules may change to it.
 
-    Python changes the class of an object only if both classes have added `__dict__` to the same class: `object`, unless
-    `base` has a class without `__dict__`, such as ABC, before nn.Module among its bases.
+    Python changes the class of an object only if both classes have added `__dict__` to the same class.
     """
     first = base
     while getattr(first.__base__, "__dictoffset__", 0):

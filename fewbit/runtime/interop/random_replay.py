@@ -15,8 +15,7 @@ _STATE_BYTES = {"cpu": 5056, "cuda": 16}
 def can_replay(x) -> bool:
     """Return whether random numbers that are drawn for x now can be drawn again later.
 
-    The generator's state cannot be read by a compiler, nor while a CUDA graph is captured. For a fake tensor, layers
-    save as many bytes as for a tensor with values.
+    A compiler, and a CUDA graph under capture, cannot read the generator's state.
     """
     if is_abstract(x):
         return x.device.type in _STATE_BYTES

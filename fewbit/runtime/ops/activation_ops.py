@@ -1,8 +1,7 @@
 """The torch ops of few-bit activations, and their implementations, which eager mode calls without the dispatcher.
 
-    encode(x, encoding, stride, seed) -> packed codes
-    encode_kept(x, encoding, stride, seed) -> packed codes, one (a trace anchor)
-    decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with the strides `stride`
+    encode(x, encoding, stride, seed) -> packed codes encode_kept(x, encoding, stride, seed) -> packed codes, one (a
+    trace anchor) decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with the strides `stride`
 
 An encoding is passed as text, so that an exported program needs nothing but these ops (docs/decisions/0004).
 """
@@ -33,12 +32,12 @@ def activation(x, function, parameters, encoding, seed, inplace):
     """Return f(x), with the strides of torch's result, and the packed codes of x.
 
     Args:
-        x: a floating tensor of any strides.
+        x: a floating tensor of any strides; no two elements may share memory if `inplace`.
         function: the name of f in `fewbit.functions`.
-        parameters: the parameters of f, in the order of `fewbit.functions`.
+        parameters: the parameters of f.
         encoding: the encoding of the codes.
         seed: (1,) int64 if the encoding draws codes at random, else None.
-        inplace: whether to write f(x) to x. No two elements of x may share memory in this case.
+        inplace: whether to write f(x) to x.
     """
     backend, packed = backends.of(x), None
     source = x if x.is_contiguous() else layout.dense(x)
@@ -75,8 +74,7 @@ def _result_stride(x, function):
 def is_masking(function: str, encoding: Encoding, dtype: torch.dtype) -> bool:
     """Return whether f(x) is 0 exactly where the code of x stands for 0, so that the codes are a mask of f(x).
 
-    That is not so for a table of the user with other levels or random codes, and for float64, of which the quantizer
-    rounds more results to 0.
+    That is not so for float64, of which the quantizer rounds more results to 0.
     """
     return function in MASKING and dtype != torch.float64 and encoding.is_step_at_zero
 
@@ -84,11 +82,10 @@ def is_masking(function: str, encoding: Encoding, dtype: torch.dtype) -> bool:
 def activation_quantized(x, function, parameters, encoding, seed, inplace, quantizer):
     """Compute f(x) and the packed codes of x, and quantize f(x), in one pass over memory; see `activation`.
 
-    x is dense with samples outermost in storage, and `quantizer` is that of the layer that saves f(x).
+    x has samples outermost in storage, and `quantizer` is that of the layer that saves f(x).
 
     Returns:
-        (f(x), the packed codes of x, the SavedTensors of f(x)); None, with nothing done, if the backend has no such
-        pass.
+        (f(x), the packed codes, the SavedTensors of f(x)); None, with nothing done, if the backend has no such pass.
     """
     backend = backends.of(x)
     if not backend.can_quantize_result(function):
@@ -113,7 +110,7 @@ def encode(x, encoding, seed):
 def decode_mul(grad, packed, encoding, stride):
     """Return the gradient of the activation's input: `grad` times the value that each element's code stands for.
 
-    `stride` are the strides of the tensor whose codes were packed, and of the result; None if it was contiguous.
+    `stride` is that of the tensor whose codes were packed, and of the result; None for contiguous.
     """
     if stride is None and grad.is_contiguous():
         out = torch.empty_like(grad, memory_format=torch.contiguous_format)

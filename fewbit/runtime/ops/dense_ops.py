@@ -1,9 +1,8 @@
 """Torch ops on contiguous tensors, which the compiled kernels implement in C++, so that compiled models need no Python.
 
     quantize_dense(x, seed, bits, group_size, kind, channels) -> packed, ranges, numbers of channels
-    dequantize_dense(packed, ranges, bits, group_size, size, dtype, kind, channels) -> the values
-    pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
-    pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
+    dequantize_dense(packed, ranges, bits, group_size, size, dtype, kind, channels) -> the values pack(codes, bits) ->
+    packed, unpack(packed, bits, n) -> codes pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
 
 `kind` is one of `KIND_NUMBERS`. These functions run where the C++ code does not.
 """

@@ -16,13 +16,7 @@ from fewbit.runtime.interop.tensor_kinds import is_abstract
 
 
 def grid_of(weight, bias, bits: int, device) -> torch.Tensor:
-    """Return the grid, which says which values the codes of each channel stand for.
-
-    Args:
-        weight: the norm's gamma, of any shape, or None.
-        bias: the norm's beta, of any shape, or None.
-        bits: the bits of a code, 1 to 8.
-        device: the device of the grid if weight and bias are None.
+    """Return the grid, which says which values the codes of each channel stand for, from the norm's gamma and beta or None.
 
     Returns:
         (7, channels) float32, contiguous; (7, 1) if weight and bias are None: (0) the lower edge of the first cell, in

@@ -47,8 +47,7 @@ def _refuse(ctx, grad):
 def saved_when_partitioned():
     """Mark the ops that are traced in this block, so that the compiler's partitioner does not recompute their results.
 
-    With an `activation_memory_budget` below 1, it would save large inputs instead. In a checkpointed region nothing is
-    marked.
+    With an `activation_memory_budget` below 1, it would save large inputs instead.
     """
     meta = torch.fx.traceback.current_meta
     if "recompute" in meta:

@@ -29,10 +29,9 @@ def quantize(
     words=None,
     kind=UNIFORM,
 ):
-    """Quantize a tensor of any strides. Return (packed, ranges): packed codes, and two numbers for each group.
+    """Quantize a tensor of any strides, see `reference_quantizer.quantize`; `normalize` is a `Normalization` or None.
 
-    The arguments are those of `reference_quantizer.quantize`, with a `Normalization` or None. If it has an rstd,
-    `layout.is_by_sample(x)` must be true.
+    If it has an rstd, `layout.is_by_sample(x)` must be true.
     """
     if not x.is_contiguous() and not layout.is_by_sample(x):
         x = x.detach().contiguous()
@@ -44,14 +43,7 @@ def quantize(
 def quantize_samples(x, seed, slot, samples, group_size, normalize=None, kind=UNIFORM):
     """Divide the bits of x's slot among x's samples, then quantize x.
 
-    Args:
-        x: a floating tensor of any strides.
-        seed: an int that fits into int64, or (1,) int64 on x's device.
-        slot: the slot, which has the average bits per element (`TensorSlot`).
-        samples: the number of samples. If x has another size in dimension 0, x is viewed as that many samples.
-        group_size: the number of elements in a group.
-        normalize: how to normalize x first, or None, see `quantize`.
-        kind: the kind of the copy, one of `fewbit.config.KINDS`.
+    `samples` is the size of dimension 0 as which x is viewed. The other arguments are as in `quantize`.
 
     Returns:
         packed and ranges, the results of `quantize`; widths, (samples,) uint8, the bits per element of each sample; and
@@ -102,8 +94,7 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
 def rounding_variance(x, samples, group_size, normalize, bits, generator):
     """Return the variance that rounding to `bits` adds to an element, as a mean for each sample: (samples,) float32.
 
-    It is that of a uniform copy, estimated from two random roundings of x. If `samples` is None or 0, it is the size of
-    dimension 0. `generator` returns, for a device, the generator from which seeds are drawn.
+    It is that of a uniform copy, estimated from two random roundings of x, with seeds of generator(device).
     """
     stride = layout.by_sample_stride(x)
     dtype = torch.promote_types(x.dtype, torch.float32)

@@ -9,7 +9,7 @@ from torch import distributed
 
 
 class ProcessGroups(NamedTuple):
-    """The groups of processes that run one module. Groups of one process are left out.
+    """The groups of several processes that run one module.
 
     Attributes:
         data: the groups whose processes have the same parameters and different inputs.
@@ -33,8 +33,8 @@ def is_distributed_run() -> bool:
 def process_groups(module) -> ProcessGroups:
     """Return the groups of processes that run the module's forward pass, if `is_distributed_run()`.
 
-    `data` is the process group of DistributedDataParallel, or the groups of the mesh of `fully_shard`; `tensor` those
-    of all other meshes over which parameters are DTensors.
+    `data` is that of DistributedDataParallel or of the mesh of `fully_shard`; `tensor` those of other meshes of
+    DTensors.
     """
     from torch.nn.parallel import DistributedDataParallel
 

@@ -58,10 +58,9 @@ def elementwise(function, *tensors):
 
 
 def linear(function, x, weight, bias):
-    """Return x times the transposed weight plus the bias, computed from local tensors.
+    """Return x times the transposed weight plus the bias, by `function` from local tensors.
 
-    The result is None if the arguments are not all DTensors, or their placements need communication. `function` has the
-    arguments of torch's linear function.
+    Returns None if the arguments are not all DTensors, or their placements need communication.
     """
     if not _are_on_one_mesh(x, weight, *([] if bias is None else [bias])):
         return None

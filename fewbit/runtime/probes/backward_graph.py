@@ -16,8 +16,7 @@ MOST_EARLIER = 1024
 def bottom_up(roots: Iterable, start: int) -> Iterator:
     """Yield the nodes that can be reached from `roots`, without leaves, each after all nodes below it.
 
-    `start` is the number of the first node that the forward pass has made. Of older nodes, only the nearest
-    MOST_EARLIER are included.
+    Of nodes older than number `start`, only the nearest MOST_EARLIER are included.
     """
     roots = list(roots)
     reached, entered = _reached(roots, start), set()

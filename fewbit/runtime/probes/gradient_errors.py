@@ -1,8 +1,7 @@
 """The squared errors D of a layer's gradients, as functions of the error of its saved tensor, for `ErrorBound`.
 
 A layer with a formula for D (docs/concepts/theory/ac_gc.md) has a static method `gradient_errors` in its autograd
-Function;
-for other layers the probe measures the effect of noise.
+Function; for other layers the probe measures the effect of noise.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ KURTOSIS = 3.0
 class Cost(NamedTuple):
     """The squared error of a gradient, (first dx + second dx^2)^2, if a saved tensor has the mean squared error dx^2.
 
-    Args:
-        channels: numbers in proportion to the parts of first^2 that come from each channel (dimension 1); None if all
-            are equal, or if there are no channels.
+    `channels` are numbers in proportion to the parts of first^2 that come from each channel; None if all are equal.
     """
 
     first: float
@@ -39,8 +36,8 @@ class GradientError(NamedTuple):
     Args:
         place: the number of the input of the layer's autograd Function whose gradient it is.
         numbers: 1-D float64 tensors, to be copied to the host.
-        finish: a function that returns the `Cost`, given the values of `numbers` as lists and the present mean squared
-            error of the saved tensor.
+        finish: a function of the values of `numbers`, as lists, and the present mean squared error of the saved tensor
+            that returns the `Cost`.
         repeats: how often an instance norm repeats its weight before it calls the Function; else 1.
     """
 
@@ -58,13 +55,8 @@ class GradientError(NamedTuple):
 def of_layer(context, kept, grads, results, errors: Tensor) -> list[GradientError] | None:
     """Return the errors of a layer's gradients, or None if there is no formula for this kind of layer.
 
-    Args:
-        context: the autograd context of the layer's Function, which has saved one quantized tensor.
-        kept: what the Function has saved (`copies.Kept`).
-        grads: the gradients of the layer's results.
-        results: the gradients that the layer's backward returned for its inputs.
-        errors: (rows,) the sum of squared errors in each entry of dimension 0, in storage order, of the dequantized
-            tensor.
+    `context`, `kept`, `grads` and `results` are those of the layer's backward. `errors` is (rows,), the sum of squared
+    errors in each entry of dimension 0, in storage order, of the one dequantized tensor.
     """
     layer = context._forward_cls
     if layer.gradient_errors is None or grads[0] is None:
@@ -126,7 +118,7 @@ def of_norm_input(x, g, rstd, dims, has_channels=False) -> GradientError:
 
     Args:
         x: the dequantized normalized input x~.
-        g: the gradient of the norm's result times the weight, in the shape of x.
+        g: the gradient of the norm's result times the weight.
         rstd: 1 / s of each set.
         dims: the dimensions of x over which a set extends.
         has_channels: whether the sets are channels.
@@ -159,12 +151,8 @@ def _input_cost(size, entries, error2) -> Cost:
 def norm_input_coefficients(size: int, scaled2: float, alignment2: float) -> tuple[float, float]:
     """Return (first, second) of (first dx + second dx^2)^2, a bound of the squared error of a norm's input gradient.
 
-    The bound holds in expectation (docs/concepts/theory/ac_gc.md, section 6).
-
-    Args:
-        size: the number of elements of a set.
-        scaled2: the sum of |g|^2 / s^2 over the sets; see `of_norm_input`.
-        alignment2: the sum of (x~ . g)^2 / s^2 over the sets.
+    The bound holds in expectation (docs/concepts/theory/ac_gc.md, section 6). `size` is the number of elements of a
+    set, and `scaled2` and `alignment2` are the sums of |g|^2 / s^2 and (x~ . g)^2 / s^2 over the sets.
     """
     cross = 2.0 * sqrt(alignment2 * scaled2 / size)
     first = sqrt((scaled2 + alignment2 + cross) / size)
@@ -178,11 +166,7 @@ def product(grad, weight, x) -> Tensor:
 
 
 def by_rows(grad, errors, groups: int = 1) -> Tensor:
-    """Return |g|^2 of each group of channels, (groups,) float64, with rows weighted in proportion to their errors.
-
-    If dx_n^2 is the mean squared error of row n, the sum of |g_n|^2 dx_n^2 is dx^2 times the sum of |g_n|^2 (dx_n^2 /
-    dx^2).
-    """
+    """Return |g|^2 of each group of channels, (groups,) float64, with rows weighted by (error of the row) / (mean error)."""
     rows = len(grad) if grad.dim() > 1 else 1
     if groups == 1 and grad.dim() > 1:  # no reshape: a gradient may be channels last, or expanded
         found = squares(grad, tuple(range(1, grad.dim())))

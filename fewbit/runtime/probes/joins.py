@@ -7,8 +7,8 @@ def joins_of(below: list[list[int]]) -> list[frozenset[int] | None]:
     """Return, for each fork, the nodes where the gradient has come together again; None for other nodes.
 
     A fork is a node that every path to any node below it passes, and that has an edge to a node for which this is not
-    so. Its joins are the nearest nodes below for which it is so again. `below` has the nodes below each node, which
-    comes after these.
+    so. Its joins are the nearest nodes below for which it is so again. `below` has the nodes, all later ones, below
+    each.
     """
     is_passed = _passed_by_all(below)
     joins: list[frozenset[int]] = []

@@ -44,7 +44,7 @@ class NoiseOfSlot:
 
     Args:
         scale: 1 / relative_distortion(kind, bits), by which the sum of squared changes is multiplied.
-        norms: for each edge the norm of the change, 0-D float32, or None if there is no change to measure.
+        norms: for each edge the norm of the change, 0-D float32, or None.
         is_own: whether the node is the layer that saved the slot. Its edges to a probed layer do not count, because the
             change is handed to that layer (`Node.handed`).
     """
@@ -98,7 +98,7 @@ def variances(
     """Return {(slot's name, level): variance that rounding adds, times the scale of the noise}; None if a number is not finite.
 
     Args:
-        nodes: the nodes of the graph, each after all nodes below it.
+        nodes: the nodes, each after all nodes below it.
         names: the names of the slots.
         host: the result of `AsyncHostCopy.values` for the norms of all nodes.
         is_relative: whether to return relative variances.

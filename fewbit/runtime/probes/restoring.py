@@ -40,10 +40,7 @@ def observed(backward, context, grads):
 class Restoring:
     """Records the slots of dequantized tensors while `run` runs a backward, and adds noise to the tensors of one slot.
 
-    Args:
-        target: the slot whose tensors get noise, or None.
-        level: which noise to add, see `VarianceProbe.noise`.
-        probe: the probe that makes the noise, or None without a target.
+    The noise is probe.noise(..., target, level, ...); without a target, there is none.
     """
 
     def __init__(self, target=None, level: int = 0, probe=None):
@@ -96,10 +93,7 @@ class Restoring:
 
 
 def restored(values, spec, tensors):
-    """Return the values of a saved tensor that a backward has dequantized, which may be changed, with noise if a probe asks for it.
-
-    The address of the first of the saved tensors identifies the dequantized tensor.
-    """
+    """Return the values of a saved tensor that a backward has dequantized, which may be changed, with noise if a probe asks for it."""
     if spec.slot is None:
         return values
     restoring = getattr(_running, "restoring", None)

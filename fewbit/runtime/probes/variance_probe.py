@@ -41,8 +41,8 @@ class RoundingEffect:
             no gradient reached the layer.
         at_one: the variance that rounding to 1 bit adds to the gradient, as measured.
         weight: the relative variance (`measurements.py`) divided by the variance.
-        spread: the sorted `sensitivities` of the samples, cut into SPREAD equal parts: the mean of each part, then
-            zeros, summed over the slot's tensors. None if bits were not divided among samples.
+        spread: the means of SPREAD equal parts of the samples' sorted sensitivities, then zeros, summed over the slot's
+            tensors. None if bits were not divided among samples.
         is_known: False if the backward pass reached the layer by a path that the probe did not watch, or if the layer
             cannot be probed.
     """
@@ -65,12 +65,12 @@ class VarianceProbe:
     Three kinds of numbers are measured. A layer runs its backward again with noise, of the variance of rounding, in one
     of its dequantized tensors: own[p] and out[e] are the sums of squares of the changes of the gradient of a parameter
     p, and of that which leaves through an edge e. It runs once more with random signs on the incoming gradient: gain[p]
-    and gain[e] are the sums of squares of the gradients that leave, divided by that of the incoming gradient. At every
-    other node, gain[e] is measured on the gradient itself. If an edge leads to another layer, directly or through
-    RESHAPES, that layer instead runs with the very change as incoming gradient, which can be far from random signs.
+    and gain[e] are the sums of squares of the gradients that leave, divided by that of the incoming gradient; at other
+    nodes they are those of the gradient itself. If an edge leads to another layer, directly or through RESHAPES, that
+    layer instead runs with the very change as incoming gradient, which can be far from random signs.
 
-    No method raises. If a gradient is neither an ordinary dense tensor nor a sparse COO tensor, the probe becomes void
-    and has no results. `seed` is that of the noise.
+    A gradient that is neither an ordinary dense tensor nor a sparse COO tensor makes the probe void, without results.
+    `seed` is that of the noise.
     """
 
     def __init__(self, seed: int):
@@ -113,11 +113,9 @@ class VarianceProbe:
             self._spreads.setdefault(slot.name, []).append(spread)
 
     def record_rounding(self, slot, record) -> dict[int, torch.Tensor] | None:
-        """Return the variance that rounding adds to the elements of a saved tensor; None after `end` was called.
+        """Return {1 or 2 bits: variance of an element, mean for each sample, (samples,) float32}; None after `end` was called.
 
-        Returns:
-            {bits: variance of an element, as a mean for each sample, (samples,) float32}, for 1 and 2 bits. The second
-            follows from the variance at the slot's own bits.
+        That at 2 bits follows from the variance at the slot's own bits.
         """
         if not self._is_open:
             return None
@@ -176,8 +174,8 @@ class VarianceProbe:
     def reached(self, slots) -> None:
         """Record that a backward pass dequantized tensors of these slots in a layer without measuring the layer.
 
-        The effects of these slots become unknown. If `torch.autograd.grad` within the forward pass has reached them,
-        they do so only if the step's own backward pass does not measure them.
+        Their effects become unknown; after `torch.autograd.grad` within the forward pass, only if the step's own
+        backward pass does not measure them.
         """
         names = {slot.name for slot in slots} & self.slots.keys()
         if not self._is_open:
@@ -196,7 +194,7 @@ class VarianceProbe:
             backward: the layer's backward, a function of `context` and gradients.
             context: the context of the layer's autograd Function.
             grads: the gradients of the layer's results.
-            results: the gradients that `backward` returned for the layer's inputs.
+            results: the gradients that `backward` returned.
             slots: the slots whose tensors `backward` dequantized.
         """
         node = self._nodes[number]
@@ -274,8 +272,8 @@ class VarianceProbe:
     def noise(self, rows: torch.Tensor, slot, level: int, errors) -> torch.Tensor:
         """Return random noise to add to dequantized values: float32 of the shape of `rows`, (samples, features).
 
-        It is the error of rounding the values again, large where rounding adds much, multiplied in each sample to have
-        the variance of rounding. `errors` is a function of (bits, generator) that returns these errors, a vector.
+        It is the error of rounding the values again, `errors(bits, generator)`, multiplied in each sample to have the
+        variance of rounding.
         """
         variance = slot.rounding[level].nan_to_num(0.0)
         if len(variance) != len(rows):
@@ -336,7 +334,7 @@ class VarianceProbe:
     def results(self) -> dict[tuple, RoundingEffect]:
         """Return {slot's name: RoundingEffect}, after waiting until the measurements are on the host.
 
-        The result is {} if the probe is void or if a gradient was not finite, as in a step that a loss scaler skips.
+        The result is {} if the probe is void or if a gradient was not finite.
         """
         return self._summed_up(self._host_copy.values())
 

@@ -25,12 +25,7 @@ class SlotCodec(Protocol):
 
 
 class CodecSpec(NamedTuple):
-    """The spec of tensors that a slot codec has saved. It has the interface of `QuantizedTensorSpec`.
-
-    Args:
-        inner: the spec that the slot codec returned.
-        place: the spec that the group quantizer would make. Its bits have no effect.
-    """
+    """The spec `inner` of a slot codec, with the interface of `QuantizedTensorSpec` and the properties of the group quantizer's `place`."""
 
     inner: object
     place: QuantizedTensorSpec

@@ -45,10 +45,7 @@ def quantized(
     kind: str,
     channels: int = 0,
 ) -> SavedTensors:
-    """Return a quantized copy of a dense tensor in eager mode. No policy and no cache takes part.
-
-    x lies in the order of its memory (`spec.in_storage_order`). `channels` have a mean and a scale of their own.
-    """
+    """Return a quantized copy of a dense tensor in eager mode, in the order of its memory. No policy and no cache takes part."""
     stride = tuple(layout.by_sample_stride(x))
     if is_plain(x):
         normalize = with_channels(x, None, channels)
@@ -79,8 +76,7 @@ def keep(ctx, result: Tensor, /, **values: SavedTensors | Tensor | None) -> Tens
         **values: copies, and tensors that are saved unchanged; None for what no gradient needs.
 
     Returns:
-        The result. While a compiler traces, it is made to depend on the copies, so that the compiled forward pass
-        computes them.
+        The result. While a compiler traces, it is made to depend on the copies.
     """
     tensors, kept, is_observed, begin = (), {}, False, 0
     for name in values:

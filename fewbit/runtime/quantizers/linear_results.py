@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 def traced(x: Tensor, find: Callable) -> SavedTensors | None:
     """Return what computes x again; None if an operation between x and the linear layers is not known.
 
-    `find` returns SavedTensors of the result of an autograd node; None if it is not that of a linear layer.
+    `find` returns SavedTensors of the result of a linear layer's node, and None for other nodes.
     """
     walk = _Walk(find)
     value = None if x.grad_fn is None else walk.visit(x.grad_fn)

@@ -28,12 +28,9 @@ MOST_SHARED = 2**14
 
 
 class AffineResultSpec(NamedTuple):
-    """The spec of a norm's result y, computed from the tensors of a copy of x~, followed by weight and bias.
+    """The spec of a norm's result y, of `dtype`, computed from the tensors of a copy of x~, followed by weight and bias.
 
-    Args:
-        normalized: the spec of the copy of x~.
-        dtype: the dtype of y.
-        channels: the shape to which weight and bias are viewed so that they broadcast to y; None for their own.
+    `channels` is the shape to which weight and bias are viewed so that they broadcast to y; None for their own.
     """
 
     normalized: QuantizedTensorSpec
@@ -138,8 +135,7 @@ def dequantize_copies(kept):
 def dequantize_scaled(kept, rstd, inner, dtype):
     """Return dequantized x~ divided by rstd, an approximation of x - mean.
 
-    torch's backward functions of norms give the same gradients for it, with 0 in place of the mean, as for x and its
-    mean.
+    torch's backward functions of norms give the same gradients for it, with 0 in place of the mean.
     """
     spec, tensors = kept.copy("x")
     return spec.dequantize(tensors, dtype, (rstd.to(spec.dtype).reciprocal(), None, inner))
@@ -148,9 +144,8 @@ def dequantize_scaled(kept, rstd, inner, dtype):
 def constant_like(statistic, value: float):
     """Return a tensor like `statistic` that is filled with a value, for torch's functions, which only read it.
 
-    Launching the kernel that fills it takes longer than the kernel, so backward passes in one stream share small
-    tensors. A
-    capture gets a tensor of its own, because its graph may be replayed at any time.
+    Filling takes long, so backward passes in one stream share small tensors, except in a capture, whose graph may be
+    replayed at any time.
     """
     is_shared = statistic.is_cuda and is_plain(statistic) and statistic.numel() <= MOST_SHARED
     if not is_shared or torch.cuda.is_current_stream_capturing():
@@ -167,13 +162,8 @@ def _constant(shape, value, dtype, device, stream):
 def input_gradient(g, first, second, rstd, dims, centered=True):
     """Return the gradient of a norm's input, (g - mean(g) - x~1 mean(x~2 g)) rstd; without mean(g) unless `centered`.
 
-    Args:
-        g: the gradient of the norm's result, times the weight.
-        first: x~1, the dequantized normalized input.
-        second: x~2, from an independent copy, or x~1 again.
-        rstd: the reciprocal standard deviation, which broadcasts over `dims`.
-        dims: the dimensions over which means are taken.
-        centered: whether the norm subtracts the mean.
+    g is the gradient of the norm's result, times the weight. x~1 and x~2 are two independent dequantized normalized
+    inputs, or the same. Means are taken over `dims`.
     """
     inner = g - first * (second * g).mean(dims, keepdim=True)
     if centered:

@@ -25,18 +25,8 @@ def quantize_slot(
 ):
     """Quantize x with the bits, or with the slot codec, that this forward's bit assignment has for the slot.
 
-    Args:
-        quantizer: the `Quantizer` of the layer.
-        x: an ordinary dense tensor in eager mode.
-        seed: the seed of the rounding: an int, or (1,) int64.
-        dtype: the dtype of the dequantized values.
-        number: the number of x among the layer's inputs.
-        normalize: a `Normalization` without channels if x is to be normalized first; else None.
-        input_dtype: the dtype of the layer's input.
-        kind: the kind of the copy.
-        mask: the mask of a masked copy, else None.
-        channels: the number of channels that have a mean and a scale of their own.
-        assignment: the `BitAssignment` of the forward pass.
+    x is an ordinary dense tensor in eager mode, and input number `number` of the layer. `normalize` has no channels.
+    `dtype` is that of the dequantized values.
     """
     average = (
         quantizer.bits_of(number, quantizer.average) if quantizer.is_fixed else quantizer.average

@@ -1,8 +1,7 @@
 """The *fixed-point copy* that a norm, an activation and a linear layer or convolution save together, a pre-activation block.
 
 It contains the norm's normalized input x~ as K-bit fixed-point numbers, from which y = gamma x~ + beta and the ReLU of
-y are
-dequantized too (BLPA, section 3.2; docs/guides/preactivation.md). Each layer shares it as the copy of its result.
+y are dequantized too (BLPA, section 3.2; docs/guides/preactivation.md). Each layer shares it as the copy of its result.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class FixedPointSpec(NamedTuple):
     Args:
         bits: the bits of a code.
         inner: the number of elements, one after the other in memory, that belong to the same channel.
-        size, stride: the size and strides of y.
+        size, stride: those of y.
         dtype: the dtype of x~.
     """
 
@@ -113,8 +112,7 @@ def save_fixed_point(
     """Save x~ as a fixed-point copy, and share it as the copy of y. Return the SavedTensors of x~.
 
     mean, rstd and inner are as in `Quantizer.quantize_normalized`. `channels` is the dimension of y along which weight
-    and
-    bias lie; None for the last dimensions.
+    and bias lie; None for the last dimensions.
     """
     of_channels = _inner_of(y, channels)
     result = y.detach()
@@ -143,17 +141,9 @@ def save_fixed_point(
 def activate(x, function: str, parameters: tuple, encoding: Encoding, inplace: bool):
     """Apply a ReLU or LeakyReLU to the result x of a norm, if the layers share a fixed-point copy of x.
 
-    Args:
-        x: the input of the activation.
-        function: the name of the activation in `fewbit.functions`.
-        parameters: the parameters of the activation; for "leaky_relu" the slope.
-        encoding: the activation's few-bit derivative.
-        inplace: whether to write the result to x.
-
     Returns:
         The result. None if there is no such copy, if the activation is neither ReLU nor LeakyReLU, or if `encoding` is
-        not
-        its exact derivative.
+        not its exact derivative.
     """
     if function not in SIGNED:
         return None

@@ -70,11 +70,10 @@ class Quantizer:
         name: the path of the layer in the converted model.
         average: the mean number of bits per element, if a policy divides bits among samples; `bits` unless given.
         is_fixed: whether the policy must not change the average.
-        fuse: whether norms make fixed-point copies, which the layers after the norms can use.
+        fuse: whether norms make fixed-point copies.
         kind: the kind of copies, "rotated" or "uniform"; None for the usual kind of each layer (`kind_of`).
         extra_bits: the bits that each of the layer's inputs has more than `bits`, in the order of slots, 0 unless
-            given, to
-            at most 8 bits. A policy that chooses the bits of the layer ignores them.
+            given, to at most 8 bits. A policy that chooses the bits of the layer ignores them.
         recomputes_linear: whether results of linear layers are computed again where they would be saved.
 
     Raises:
@@ -140,10 +139,8 @@ class Quantizer:
     ) -> SavedTensors:
         """Return the fixed-point copy of x if a norm has made one, else `quantize(x, features=features)`.
 
-        Linear layers and convolutions save their input so. An x that does not need a gradient is an input of the whole
-        model. A
-        converted model saves it with 1 bit more: such tensors are few, and the gradient of the first layer is often
-        large.
+        Linear layers and convolutions save their input so. An x without gradient is an input of the whole model. A
+        converted model saves these few tensors with 1 bit more, because the gradient of the first layer is often large.
         """
         forward, context = running.forward, self.context
         if forward is not None and forward.context.is_private:
@@ -181,12 +178,11 @@ class Quantizer:
 
         Args:
             x: a floating tensor of any shape and strides. A transposed view is quantized in the order of its memory.
-            shared: whether several layers that save x in the same forward pass may use one copy.
+            shared: whether several layers that save x may use one copy.
             slot: the number of x among the layer's inputs, from 0.
             usual: the kind of the copy if the quantizer has no kind.
             features: the dimensions of x along which its channels differ, counted from the last dimension, which is -1;
-                None
-                if x has no channels. If x has many rows, channels have a mean and a scale of their own.
+                None if x has no channels. If x has many rows, channels have a mean and a scale of their own.
             extra_bits: the bits that x has more than other inputs, if no policy chooses them.
             recomputes: whether `computed.again` may take the place of a copy.
         """
@@ -301,8 +297,7 @@ class Quantizer:
         """Return a copy of x that is rounded independently of the copies of `others`, even if x is among `others`.
 
         The product of two dequantized tensors is exact in expectation only if they are rounded independently. `others`
-        are the
-        layer's inputs before x, in their order.
+        are the layer's inputs before x, in their order.
         """
         is_one = any(_is_same_memory(x, other) for other in others)
         return self.quantize(x, not is_one, slot=len(others), features=features)
@@ -317,8 +312,7 @@ class Quantizer:
             mean: the means, which broadcast to x; None if the norm subtracts no mean.
             rstd: the reciprocal standard deviations, which broadcast to x.
             inner: the number of elements, one after the other in memory, that have the same mean and rstd: element
-                number e
-                has entry (e div inner) mod (number of entries). None if x is laid out differently.
+                number e has entry (e div inner) mod (number of entries). None if x is laid out differently.
             features: as in `quantize`.
         """
         is_usual = is_plain(x)
@@ -371,13 +365,12 @@ class Quantizer:
 
         Args:
             run: run(seed, bits, group_size, kind) writes y and returns a `backends.results.QuantizedForward`; or it
-                writes
-                nothing and returns None if the backend has no kernel for this.
+                writes nothing and returns None if the backend has no kernel for this.
             y: the memory of the result: an ordinary dense tensor in eager mode, samples outermost.
             are_masks: whether the activation's codes say where y is 0.
 
         Returns:
-            (the activation's codes, SavedTensors of y). None instead of the pair if nothing was written.
+            (the codes, SavedTensors of y); None if nothing was written.
         """
         if self._policy is not None:
             return None
@@ -401,8 +394,7 @@ class Quantizer:
         """The settings that two layers must have in common to share a copy.
 
         Some seeds are hashes of the key (`_seed_of_result`). So that existing quantizers keep their seeds, append a new
-        setting
-        only if it differs from its default value.
+        setting only if it differs from its default value.
         """
         bits, context = self.bits, self.context
         if context is not None and context.policy is not None:
@@ -510,10 +502,8 @@ def is_differentiated(*tensors) -> bool:
     """Return whether fewbit's layer has to run for these inputs and parameters, to save tensors for a backward pass.
 
     torch's own layer runs instead if no gradient is needed, if an input is complex, nested, not strided, a DTensor or
-    of a
-    class that overrides torch's functions, if a transform of torch.func is at work, or if torch.jit.trace traces.
-    Layers of
-    DTensors (`parallel/shards.py`) ask for the local tensors. None is ignored.
+    of a class that overrides torch's functions, if a transform of torch.func is at work, or if torch.jit.trace traces.
+    None is ignored.
 
     Raises:
         InputError: gradients are enabled, and an argument is neither a tensor nor None.

@@ -13,9 +13,8 @@ from fewbit.runtime.quantizers.spec import SavedTensors
 def quantize_softmax(quantizer: Quantizer, y: torch.Tensor) -> SavedTensors:
     """Return a quantized copy of y, a result of softmax, which matrix products with the factor y may use as well.
 
-    The shared copy adds no more bias than two copies if the other factor does not depend on y: softmax multiplies its
-    copy
-    by the gradient of y, which the product computes from the other factor alone.
+    That adds no more bias than two copies if the other factor does not depend on y: softmax multiplies its copy by the
+    gradient of y, which the product computes from the other factor alone.
     """
     saved = quantizer.quantize(y, usual=UNIFORM)
     context = quantizer.context

@@ -37,8 +37,8 @@ class QuantizedTensorSpec(NamedTuple):
         samples: the number of samples if each sample has its own number of bits, else None.
         slot: the slot for which the tensor was saved, if a policy chooses bits; else None.
         kind: the kind of the copy, one of `fewbit.config.KINDS`.
-        has_mask: whether the last saved tensor is a mask (`saved/sharing.py`), so that the copy is a masked one.
-        has_channels: whether the copy has the means and scales of channels (`runtime/format/channels.py`).
+        has_mask: whether the last saved tensor is a mask (`saved/sharing.py`).
+        has_channels: whether the copy has the means and scales of channels.
     """
 
     bits: int
@@ -61,8 +61,7 @@ class QuantizedTensorSpec(NamedTuple):
         """Return approximate values of the saved tensor, in `dtype` if given.
 
         With affine = (scale, shift, inner) they are values * scale + shift, computed before the result is rounded to
-        dtype.
-        scale and shift broadcast to the values, and either may be None; inner is as in `Quantizer.quantize_normalized`.
+        dtype; either may be None; inner is as in `Quantizer.quantize_normalized`.
         """
         if affine is not None and not (affine[0] is affine[1] is None):
             return self._dequantize_mapped(tensors, dtype or self.dtype, affine)
@@ -122,9 +121,7 @@ class QuantizedTensorSpec(NamedTuple):
     def rounding_errors(self, values, tensors, bits: int, generator) -> torch.Tensor:
         """Return the errors of dequantized values if they were rounded again to `bits`, a float32 vector in storage order.
 
-        Values of a uniform copy lie on the steps of their group, so that rounding them again changes nothing. Their
-        errors are
-        random numbers in proportion to the range of the group.
+        Values of a uniform copy lie on the steps of their group, so their errors are drawn in proportion to its range.
         """
         if self.kind == UNIFORM:
             packed, *rest = tensors
@@ -227,13 +224,9 @@ class ViewedSpec(NamedTuple):
 
 
 class ComputedSpec(NamedTuple):
-    """The spec of a result that is computed from the copies of a layer's inputs, saved one after the other.
+    """The spec of function(*inputs), for the copies of a layer's inputs, saved one after the other.
 
-    Args:
-        function: a function of the dequantized inputs that returns the result.
-        specs: the specs of the copies.
-        dtype: the dtype of the result.
-        products: the number of linear layers that are computed again.
+    `products` is the number of linear layers that are computed again.
     """
 
     function: Callable
@@ -325,9 +318,7 @@ class QuantizationRecord(NamedTuple):
     def variance(self, bits: int, generator) -> torch.Tensor:
         """Return the variance that rounding to `bits` adds to an element, the mean over each sample, (samples,) float32.
 
-        That of a uniform copy depends on how the elements lie between the codes, and is estimated from two random
-        roundings, with
-        seeds from generator(device).
+        That of a uniform copy is estimated from two random roundings, with seeds from generator(device).
         """
         kind = self.spec.kind
         if kind != UNIFORM:

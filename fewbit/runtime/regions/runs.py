@@ -2,8 +2,7 @@
 
 A region *decides* if it computes integers, booleans or Python numbers from floating tensors, such as the experts of a
 router; the second run takes the recorded decisions. A region changes *state* if it writes to a tensor that existed
-before
-it, such as running statistics; the second run writes to a copy with the earlier values.
+before it, such as running statistics; the second run writes to a copy with the earlier values.
 """
 
 from __future__ import annotations
@@ -104,8 +103,7 @@ class FirstRun(_RegionMode):
 
     Attributes:
         count: the number of tensors of all decisions.
-        state: {number of a storage that has changed: the storage}. The references keep the numbers from being used
-            again.
+        state: {number of a storage that has changed: the storage}. The references keep the numbers from being reused.
     """
 
     def __init__(self, decides: bool, preserves: bool):

@@ -105,9 +105,8 @@ class Probe(Protocol):
     def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int, errors) -> torch.Tensor:
         """Return noise to add to dequantized values `rows`, (samples, features): float32 of the same shape.
 
-        `level` is the number of bits whose rounding errors the noise imitates, one of `probes.measurements.LEVELS`.
-        `errors`
-        is a function of (bits, seed) that returns the errors of rounding the values again, a vector.
+        It imitates the errors of rounding to `level` bits, of LEVELS. errors(bits, seed) is those of rounding again, a
+        vector.
         """
 
 

@@ -23,10 +23,7 @@ class BitPolicy:
     """The object that chooses a model's bits while the model trains.
 
     The base class gives every slot its layer's average, and divides the bits of each tensor among the tensor's samples.
-    All
-    methods have defaults, so a subclass needs only set `kind` and fill `averages`. The runtime calls `begin`, `assign`
-    and
-    `report_unobserved`, and the controller that `fewbit.compress_` returns calls the other methods.
+    A subclass needs only set `kind` and fill `averages`.
 
     Args:
         bits: the average number of bits per element, from 1 to 8.
@@ -78,7 +75,7 @@ class BitPolicy:
     # -- The controller asks ---------------------------------------------------------------------------------
 
     def tables(self, model, ended: str) -> dict[str, Rows]:
-        """Return {"allocation" or "bounds": rows} of the policy's choices, shown by the controller's property of this name.
+        """Return {"allocation" or "bounds": rows} of the policy's choices, for the controller's property of this name.
 
         Args:
             model: the compressed model; None if it no longer exists.

@@ -155,8 +155,7 @@ class ForwardContext:
         """Return what a layer needs to save x now.
 
         Outside a forward pass of the model, x gets bits for itself alone. Both runs of a region get the same bits and
-        seeds, so
-        that they save the same copies.
+        seeds, so that they save the same copies.
         """
         forward = running.forward
         if forward is not None and forward.context is self and top_hooks(False) is None:
@@ -212,8 +211,7 @@ class ForwardContext:
         """Record the region within which a call of a module begins, if there is one.
 
         Layers in a region with `use_reentrant=True` save tensors only when the region is recomputed. `is_whole` says
-        whether the
-        call is the whole forward pass.
+        whether the call is the whole forward pass.
         """
         if forward.hook is not None:
             region = region_of(forward.hook)

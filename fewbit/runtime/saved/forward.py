@@ -29,8 +29,7 @@ class Saving:
         assignment: the bits of all tensors; None if they are fixed.
         start: a hash that no other forward pass has; None if seeds are drawn from torch's generator.
         groups: the processes that run the forward pass. Those of tensor parallelism get the same seeds, because they
-            must
-            round replicated tensors alike; others have different `start`.
+            must round replicated tensors alike; others have different `start`.
         shares: whether layers share copies.
         part: 0 in a forward pass, and 1, 2 ... when parts of it run again.
 
@@ -64,10 +63,8 @@ class Saving:
     def seed(self, x: torch.Tensor, purpose: int) -> int | torch.Tensor:
         """Return a seed from which x is rounded, another one in each call with the same `purpose` (`seeds.purpose`).
 
-        Nothing is drawn from torch's generator, so dropout draws the same numbers as without fewbit, and a region gets
-        the same
-        seeds when it runs again. The seed is an int64, as (1,) int64 on x's device in a CUDA graph or with tensor
-        parallelism.
+        Nothing is drawn from torch's generator. The seed is an int64, as (1,) int64 on x's device in a CUDA graph or
+        with tensor parallelism.
         """
         self.has_saved = True
         counts = self._counts

@@ -64,8 +64,7 @@ class Offload:
     Args:
         least: the size in bytes of the smallest storage that is moved.
         ahead: the number of layers whose tensors are copied at the same time. The tensors of the last `ahead` layers
-            stay on
-            the device, and those of the next `ahead` layers are copied back in advance.
+            stay on the device, and those of the next `ahead` layers are copied back in advance.
         transfers: {device type: class that copies to and from the host}. The default is `TRANSFERS`.
 
     Raises:
@@ -103,11 +102,9 @@ class Offload:
 
     @contextmanager
     def one_layer(self, tensors: list[torch.Tensor]):
-        """Return a context manager that moves these tensors to the host if autograd saves them within the block.
+        """Return a context manager that moves these tensors, one more layer of the thread's forward pass, to the host.
 
-        They are one more layer of the thread's forward pass, whose other layers come from other blocks. A new forward
-        pass
-        begins if the graph of the latest layer no longer exists, or if its backward pass has begun.
+        A new forward pass begins if the graph of the latest layer no longer exists, or if its backward pass has begun.
         """
         forward = getattr(self._local, "forward", None)
         if forward is None or forward.is_over():
@@ -312,10 +309,9 @@ class _Lane:
 
 
 class _Copy:
-    """The bytes of a storage on the host, which exist as long as a graph has handles of the storage.
+    """The bytes of a storage on the host, in pinned memory, which exist as long as a graph has handles of the storage.
 
     Attributes:
-        host: the bytes, uint8 in pinned memory.
         handles: weak references to the handles of tensors in the storage.
         value: the bytes on the device (OnDevice), or None. They are freed when `wanted_by` is empty.
         wanted_by: the handles that need the bytes on the device and have not been unpacked yet.

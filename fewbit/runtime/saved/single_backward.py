@@ -21,9 +21,8 @@ class SavingFunction(Function):
 
     Attributes:
         gradient_errors: a static method (context, what was kept, gradient of the result, gradients of the inputs,
-            squared errors of
-            rows) that returns the errors of the gradients (`probes/gradient_errors.py`). None if the layer has no formula;
-            `ErrorBound` then measures them with noise.
+            squared errors of rows) that returns the errors of the gradients (`probes/gradient_errors.py`). None if the
+            layer has no formula; `ErrorBound` then measures them with noise.
         observed: the name of the quantized tensor on whose error the formulas depend.
     """
 

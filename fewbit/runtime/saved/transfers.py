@@ -58,9 +58,7 @@ class OnDevice:
     """Bytes on the device that the side stream reads or writes until an event.
 
     Once the home stream (the current one when this object was made) has waited for the event, freed memory can be
-    reused at
-    once. Otherwise `CudaTransfers.hold` must delay the reuse, which costs memory: the host runs far ahead of the
-    device.
+    reused at once. Otherwise `CudaTransfers.hold` must delay the reuse, which costs memory.
     """
 
     def __init__(self, transfers, memory: torch.Tensor, event):

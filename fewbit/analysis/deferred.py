@@ -22,15 +22,9 @@ from fewbit.runtime.quantizers.spec import SavedTensors, map_affine
 class Noise:
     """Decides which tensors a backward pass rounds, and with which random numbers.
 
-    All tensors that one module saves of its inputs are called a context, with the module's path as name. They are
-    rounded together or not at all.
-
-    Args:
-        seed: the seed of all random numbers.
-        path: a function that returns the path of the module that runs now.
-
-    Attributes:
-        contexts: {name of a context: number of tensors that have been saved in it}, in the order of the first tensors.
+    All tensors that one module saves of its inputs, a *context* named by the module's path, are rounded together or not
+    at all. `path` is a function that returns the path of the module that runs now. `contexts` is {name: number of
+    tensors saved in it}, in the order of the first tensors.
     """
 
     def __init__(self, seed: int, path: Callable[[], str]):
@@ -60,7 +54,7 @@ class Noise:
     def number_saved(self) -> tuple[str, int]:
         """Count a tensor that is saved now. Return (name of its context, its number in the context).
 
-        Tensors that a checkpoint recomputes in a backward pass get the numbers -1, -2, -3 ... in every backward pass.
+        Those that a checkpoint recomputes get -1, -2, -3 ... in every backward pass.
         """
         path, sign = self.path(), 1 if self._draws is None else -1
         numbers = self.contexts if self._draws is None else self._again
@@ -117,10 +111,7 @@ class DeferredQuantizer(Quantizer):
 
 
 class _Deferred(NamedTuple):
-    """The spec of a tensor that is saved unchanged and rounded in the backward pass.
-
-    The tensor's number is saved beside the tensor and not in the spec, because one spec may dequantize several tensors.
-    """
+    """The spec of a tensor that is saved unchanged, beside its number, and rounded in the backward pass."""
 
     quantizer: DeferredQuantizer
     context: str

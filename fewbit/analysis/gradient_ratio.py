@@ -47,11 +47,10 @@ class GradientRatio(Result):
     Attributes:
         ratio: E|g^|^2 / E|g|^2 of all parameters, each summed over batches; also the result of `float(...)`.
         error: The standard error of the ratio, computed from the differences between draws.
-        limit: 1 + e2 of the model's `ErrorBound`; None if the model has no such bound.
+        limit: 1 + e2 of the model's `ErrorBound`, or None.
         by_module: {module's path: ratio of the module's own parameters}; NaN if their exact gradient is 0.
         draws: The number of passes over each batch with independent rounding.
-        relative_error: E|g^ - g|^2 / |g|^2 of all parameters. Every bias of g^ increases it, while a bias that makes
-            gradients smaller decreases the ratio.
+        relative_error: E|g^ - g|^2 / |g|^2 of all parameters, which every bias of g^ increases.
         relative_by_module: {module's path: relative error of the module's own parameters}; NaN as in `by_module`.
     """
 
@@ -148,15 +147,7 @@ def gradient_ratio(
     seed: int,
     limit: float | None,
 ) -> GradientRatio:
-    """Measure the squared norm of a compressed model's gradient relative to that of the exact gradient.
-
-    Args:
-        model: the compressed model.
-        batch: one batch, that is, a tensor, or a tuple or mapping of tensors; or any other iterable of several batches.
-        loss: called as ``loss(model, batch)``; returns a scalar tensor.
-        draws: the number of passes over each batch with independent rounding, at least 2.
-        seed: the seed of dropout.
-        limit: 1 + e2 of the model's `ErrorBound`; None if the model has no such bound.
+    """Measure a `GradientRatio`; see `Controller.gradient_ratio`. `limit` is 1 + e2 of the model's `ErrorBound`, or None.
 
     Raises:
         InputError: an argument cannot be used, or the gradient is 0 or not finite.

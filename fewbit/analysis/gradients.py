@@ -34,14 +34,8 @@ EXPECTED_LOSS = "expected a function (model, batch) -> scalar tensor, as lambda 
 class Measured:
     """A copy of the model whose gradients, lists with a tensor for each parameter, are measured.
 
-    Args:
-        model: the copy.
-        loss: called as loss(model, batch); returns a scalar tensor.
-        seed: the seed of dropout.
-
-    Attributes:
-        groups: {path of a module: its own parameters that require grad}.
-        parameters: the parameters of all groups.
+    `loss` and `seed` are the user's. `groups` is {path of a module: its own parameters that require grad}, and
+    `parameters` all of them.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, seed: int):
@@ -77,9 +71,7 @@ class Measured:
     def backward(self, value: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
         """Return the gradients of `parameters`, with zeros for a parameter without gradient, and complex ones viewed as real.
 
-        Args:
-            value: the loss, a scalar tensor.
-            again: whether to retain the graph for another backward pass.
+        With `again`, the graph is retained for another backward pass.
 
         Raises:
             InputError: the loss does not depend on any parameter, or the model has reentrant checkpoints.
@@ -133,10 +125,9 @@ def difference(a, b) -> list[torch.Tensor]:
 
 
 def sampling(exact: Measured, parts) -> np.ndarray:
-    """Return half the squared norm of the difference between the gradients of two minibatches, (pairs, P) float64.
+    """Return half the squared norm of the difference between the gradients of pairs of minibatches, (pairs, P) float64.
 
-    The mean over pairs, the first and second minibatch and so on, estimates the variance of the gradient between
-    minibatches.
+    Its mean over pairs estimates the variance of the gradient between minibatches.
     """
     pairs = []
     for first in range(0, len(parts) - 1, 2):
@@ -148,14 +139,8 @@ def sampling(exact: Measured, parts) -> np.ndarray:
 def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.ndarray, str]:
     """Estimate the variance of the gradient between batches, or between chunks of a single batch, divided by their number.
 
-    Args:
-        exact: the `Measured` of the model without compression.
-        batch: the argument `batch` of the user.
-        batches: the list that `batches_of` returned for this argument.
-        chunks: the number of chunks of a single batch.
-
-    Returns:
-        The estimates, (pairs, P) for P modules, and a text that says from what they were measured.
+    `batches` is `batches_of(batch)`. Returns the estimates, (pairs, P) for P modules, and a text that says from what
+    they were measured.
     """
     if len(batches) > 1:
         with explained(batch):
@@ -215,9 +200,9 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def hint_of_forward(model: nn.Module) -> str:
-    """Return a hint for a loss that does not depend on a copy of the model; "" if nothing is known about the cause.
+    """Return a hint for a loss that does not depend on a copy of the model, or "".
 
-    A forward that is an attribute of a module, as TRL's trainers set it, may call the original in place of the copy.
+    A forward that is an attribute of a module, as TRL's trainers set it, may call the original.
     """
     for path, module in model.named_modules():
         if "forward" in vars(module):
@@ -281,10 +266,7 @@ def check_count(name: str, value, least: int, even: bool = False) -> None:
 
 
 def batches_of(batch) -> list:
-    """Return the list of batches that the user's argument stands for.
-
-    A tensor, or a tuple or mapping of tensors, is one batch. Any other iterable contains several batches of the same
-    size.
+    """Return the batches that the user's argument stands for: a tensor, a tuple or mapping of tensors, or an iterable of such.
 
     Raises:
         InputError: `batch` is anything else, or has no samples.
@@ -311,11 +293,7 @@ def batches_of(batch) -> list:
 
 @contextmanager
 def explained(batch):
-    """Turn errors of the loss within the block that a wrong argument `batch` may cause into InputErrors.
-
-    torch raises RuntimeErrors for tensors of wrong shapes. For a list [inputs, targets], which data loaders return as
-    one batch, the message suggests a tuple.
-    """
+    """Turn errors of the loss within the block that a wrong argument `batch` may cause into InputErrors."""
     try:
         yield
     except (
@@ -359,7 +337,7 @@ def size_of(batch) -> int:
 def parts_of(batch, chunks: int) -> list:
     """Cut a batch into `chunks` equal parts along dimension 0, or raise InputError if it is not divisible.
 
-    Every part contains the whole of a tensor whose dimension 0 is not the number of samples.
+    Tensors with another size than the number of samples stay whole.
     """
     size = size_of(batch)
     if size % chunks:

@@ -54,13 +54,12 @@ class Measurement:
         model: The name of the model.
         size: The side of the images in pixels, or the number of tokens.
         batch: The number of samples in the forward.
-        activation: The name of the activation with which the model was built; None for the architecture's own
-            activation.
+        activation: The name of the activation with which the model was built, or None.
         dropout: Whether dropout was on.
         parameters: The number of parameters.
         model_bytes: The bytes of parameters and buffers.
         activation_bytes: All bytes that are saved for backward.
-        nonlinear_bytes: The part of `activation_bytes` that is saved by activation modules and by no other module.
+        nonlinear_bytes: The part of `activation_bytes` that only activation modules save.
         activation_inputs: The number of input elements in each call of an activation.
     """
 
@@ -124,9 +123,9 @@ def measure(
 
     Args:
         name: One of the names that `fewbit.models.names` returns.
-        size: The side of the images in pixels, or the number of tokens. Both are 256 by default.
+        size: The side of the images in pixels, or the number of tokens, 256 by default.
         batch: The number of samples.
-        activation: A key of ``fewbit.models.activations.FACTORIES``; None for the architecture's own activation. With
+        activation: A key of ``fewbit.models.activations.FACTORIES``; None for the architecture's own activation; with
             ``"paper"``, GELU replaces ReLU.
         dropout: Whether dropout is on. In the paper it is off.
 
@@ -373,7 +372,7 @@ def memory(
         sequence_length: The number of tokens, for models of text.
         batch: The number of samples in the measured forward.
         activation: As in `measure`.
-        dropout: Whether dropout is on. In the paper it is off.
+        dropout: As in `measure`.
         progress: None, or a function that is called as ``progress(what, done, total)`` before each measurement.
     """
     names = [models.resolve(name) for name in names or models.names()]

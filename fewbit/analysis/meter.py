@@ -42,14 +42,13 @@ SPARSE_PARTS = {
 def saved_bytes(model: Callable, *inputs: Any, **kwargs: Any) -> SavedBytes:
     """Run ``model(*inputs, **kwargs)`` once, with gradients, and count the bytes that the forward saves for backward.
 
-    The model does not change: buffers and torch's random state are restored. Parameters and inputs may be real, meta or
-    fake tensors. A compiled model is counted as one module. docs/guides/meter.md says what is counted.
+    The model does not change: buffers and torch's random state are restored. Tensors may be real, meta or fake
+    (docs/guides/meter.md).
 
     Args:
-        model: A torch.nn.Module, or any callable. Bytes are counted for each module that a callable refers to by its
-            closure, globals or attributes.
-        *inputs: The arguments of the model. If the forward saves a slice of a larger tensor, the whole storage counts,
-            which the slice keeps alive. Pass a clone to count the slice alone.
+        model: A torch.nn.Module, or any callable, for whose modules, in its closure, globals or attributes, bytes are
+            counted.
+        *inputs: The arguments of the model. If the forward saves a slice of a larger tensor, the whole storage counts.
         **kwargs: The keyword arguments of the model.
 
     Returns:
@@ -137,10 +136,8 @@ def _named_modules(roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
 class _Storage:
     """One storage and the modules that saved it.
 
-    Attributes:
-        views: {identity of a view: bytes of the view} of the tensors in the storage.
-        savers: {module: pairs (token, plain tensor) of the tensors that it saved in the storage}, in the order of
-            saving.
+    `views` is {identity of a view: its bytes}, and `savers` {module: pairs (token, plain tensor)}, in the order of
+    saving.
     """
 
     kind: str

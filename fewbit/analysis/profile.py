@@ -29,11 +29,9 @@ DECADES = 8
 class VarianceProfile(Document):
     """The variance that rounding each of C contexts adds to the gradients of each of P modules.
 
-    All tensors that one module saves of its inputs are called the module's context. The P modules are those that own
-    parameters. A variance is summed over all elements of the module's parameters, in units of the gradient squared.
-    Each array, float64, has an array of standard errors with a name that ends in `_error`, NaN if there was only one
-    measurement: from the differences between minibatches for `sampling`, and between draws of the rounding for the
-    others.
+    A *context* is all tensors that one module saves of its inputs. A variance is summed over all elements of the
+    module's parameters, in units of the gradient squared. Each array, float64, has an array of standard errors with a
+    name that ends in `_error`, NaN if there was only one measurement.
 
     Attributes:
         model: The class name of the model.

@@ -13,10 +13,7 @@ INTERVAL = 15.0
 
 
 class StepsProgress:
-    """The progress of a measurement on standard error.
-
-    In a terminal or a notebook a bar appears after PATIENCE seconds. Otherwise, or without rich, a line is printed
-    every INTERVAL seconds, such as `plan: 12 of 80 steps after 34 s`.
+    """The progress of a measurement on standard error, after PATIENCE seconds a bar, or a line every INTERVAL seconds.
 
     Args:
         name: The text beside the bar.

@@ -20,9 +20,7 @@ _NODES = {node for node, _ in RULES} | {"Pow", "Clamp", "ClampMin", "ClampMax"}
 class Reasons:
     """Finds out why tensors that are saved in full are not compressed.
 
-    Args:
-        modules: {path: module} of the modules that are measured.
-        has_model: whether the model is a module, so that the path "" is not code outside of it.
+    `modules` is {path: module} of the measured ones. With `has_model`, the path "" is a module's.
     """
 
     def __init__(self, modules: dict[str, nn.Module], has_model: bool):

@@ -27,13 +27,7 @@ _HOOK_TABLES = (
 
 @dataclass(frozen=True)
 class Place:
-    """A module in which tensors are saved.
-
-    Attributes:
-        path: the dotted path of the module, "" for the model itself and for code outside of modules.
-        type: the name of the module's class.
-        is_fewbit: whether the class is one of fewbit's.
-    """
+    """A module in which tensors are saved: its path, "" for the model and for code outside of modules, and its class."""
 
     path: str
     type: str
@@ -45,7 +39,7 @@ class Token(Metered):
 
     Attributes:
         tensor: the saved tensor, detached.
-        tensors: the tensors that are saved: `tensor`, or the tensors of a copy that replaces it.
+        tensors: `tensor`, or the tensors of a copy that replaces it.
         place: the module that was running when the tensor was saved.
         origin: "leaf" if the tensor is a leaf that requires grad, or a view of one; "cast" if it is a copy of a leaf in
             another dtype; else "".
@@ -69,13 +63,9 @@ class Token(Metered):
 
 
 class Recorder:
-    """Lists the running modules, and the `Token`s of saved tensors in the order of saving.
+    """Lists the running modules, the innermost last, and the `Token`s of saved tensors in the order of saving.
 
-    Args:
-        outside: the place of tensors that are saved while no watched module runs.
-
-    Attributes:
-        running: `outside`, and the places of the modules that are running, the innermost last.
+    `outside` is the place of tensors that are saved while no watched module runs.
     """
 
     def __init__(self, outside: Place):

@@ -48,7 +48,7 @@ COLORS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One storage, as one module saved it. A storage is the memory that a tensor and its views have in common.
+    """One storage, the memory of a tensor and its views, as one module saved it.
 
     Attributes:
         module: The dotted path of the innermost module that was running, "" for the model itself and for code outside
@@ -59,7 +59,7 @@ class Entry:
         shape: The shape of the first saved tensor in this storage.
         dtype: The dtype of the first saved tensor.
         device: The device of the first saved tensor.
-        bytes: The size of the whole storage; 0 if an earlier module saved the storage, whose entry has the size.
+        bytes: The size of the whole storage; 0 if an earlier module saved it.
         viewed_bytes: An upper bound of the bytes of the storage that the saved tensors of all modules occupy.
         saves: The number of tensors in this storage that this module saved.
         node: The name of an autograd node that holds the storage, "" if no such node is known.
@@ -124,8 +124,7 @@ class SavedBytes(Result):
         """Return {path of a module: bytes}, largest first. The sum is `total`.
 
         Args:
-            depth: Cut paths to this number of parts, so that a module includes the modules inside it. If None, each
-                module counts alone.
+            depth: Cut paths to this number of parts, so that a module includes the modules inside it.
 
         Raises:
             FewbitError: `depth` is neither None nor an integer of at least 0.
@@ -241,7 +240,7 @@ class SavedBytes(Result):
         depth: int | None = None,
         force: bool = False,
     ):
-        """Draw the bytes as horizontal bars, largest first. Each bar is divided by kind.
+        """Draw the bytes as horizontal bars, divided by kind, largest first.
 
         Args:
             path: Also save the figure in this file, whose name ends in .png or .svg.
@@ -287,13 +286,7 @@ def _cut(path: str, depth: int | None) -> str:
 
 
 class Row(NamedTuple):
-    """One row of the table: equal storages of modules whose paths differ only in numbers, or the sum of other rows.
-
-    Attributes:
-        module: The paths of the modules in one text, with * for numbers that differ.
-        count: The number of storages.
-        bytes: The bytes of all storages of the row.
-    """
+    """One row of the table: equal storages of modules whose paths differ only in numbers, shown as *, or a sum of rows."""
 
     module: str
     module_type: str

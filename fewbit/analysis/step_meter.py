@@ -39,8 +39,8 @@ class _Held(Token):
 class StepMeter:
     """Counts the bytes that are saved when the first backward pass of a step begins.
 
-    Call `begin` before the forward passes of a step, and `end` after its backward passes. The gradients stay the same,
-    to the bit. Tensors for which other saved-tensor hooks inside the step are called are not counted.
+    Call `begin` before the forward passes of a step, and `end` after its backward passes. Tensors for which other
+    saved-tensor hooks inside the step are called are not counted.
 
     Attributes:
         total: the bytes of the latest step in which something was counted; None before.

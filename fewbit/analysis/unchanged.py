@@ -24,10 +24,7 @@ def alone(value):
 
 @contextmanager
 def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
-    """Restore buffers of {path: module}, and torch's random state, when the block ends or raises.
-
-    The random state of the devices of the tensors in `inputs` is restored too.
-    """
+    """Restore buffers of {path: module}, and torch's random state for the devices of `inputs`, when the block ends or raises."""
     with _disable_current_modes():  # buffers are real tensors under a fake mode too
         buffers = [
             (module, name, buffer, _copy(buffer))
@@ -56,7 +53,7 @@ def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
 
 
 def _copy(buffer):
-    """Return a copy of a buffer, or None if it need not be restored, as without memory, or with another layout, in which no layer writes."""
+    """Return a copy of a buffer, or None if it has no memory, or another layout, in which no layer writes."""
     if buffer is None or buffer.is_meta or isinstance(buffer, FakeTensor):
         return None
     return buffer.detach().clone() if buffer.layout == torch.strided else None

@@ -58,20 +58,18 @@ def variance_profile(
 ) -> VarianceProfile:
     """Measure how much variance rounding each module's saved tensors adds to the gradients of each module.
 
-    These variances are the terms of ActNN's Theorem 3 (long version, section 3.4; docs/guides/variance_profile.md). The
-    model and torch's random state do not change. The measurement takes the memory of two copies of the model. With C
-    contexts, it runs about 2 * draws * (C + 1) backward passes for each batch. Few-bit activations do not round at
-    random, and add no variance.
+    These variances are the terms of ActNN's Theorem 3 (docs/guides/variance_profile.md). The model and torch's random
+    state do not change. The measurement takes the memory of two copies of the model, and with C contexts about 2 *
+    draws * (C + 1) backward passes for each batch.
 
     Args:
         model: A model in training mode. It may already be compressed.
         batch: A tensor, or a tuple or mapping of tensors, with samples in dimension 0. Any other iterable contains
-            several batches, which a model with batch norm needs: parts of a single batch have statistics of their own,
-            which make `sampling` too large.
+            several batches, which a model with batch norm needs.
         loss: A function that is called as ``loss(model, batch)`` with a copy of the model. It returns a scalar tensor,
             a mean over the samples, for example ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
-        bits: Bits per element of quantized tensors, a whole number from 1 to 8. Layers that `compress_` has converted
-            get these bits too. Modules that you created from fewbit's own classes keep their bits.
+        bits: Bits per element of quantized tensors, a whole number from 1 to 8. Modules that you created from fewbit's
+            own classes keep their bits.
         layers: Further settings of layers, as for `fewbit.compress_`, except `everything`.
         include: The modules that are converted, as for `fewbit.compress_`.
         exclude: The modules that are not converted, as for `fewbit.compress_`.
@@ -80,8 +78,7 @@ def variance_profile(
         chunks: The number of equal parts of a single batch, an even number of at least 4, whose gradients give
             `sampling`. Several batches are compared with each other instead.
         seed: The seed of the rounding, and of dropout, which is the same in all passes over a batch.
-        progress: Whether to show a bar on standard error if the measurement takes longer than two seconds, or a line
-            every 15 seconds if standard error is no terminal.
+        progress: Whether to show progress on standard error.
 
     Returns:
         The profile: the variances with standard errors, the variance between minibatches, and the bias.

@@ -54,7 +54,7 @@ class CompiledModel(OptimizedModule):
 
     @classmethod
     def of(cls, compiled: OptimizedModule, partitioner: Partitioner, arguments: Mapping, anew):
-        """Turn a result of torch.compile into an instance of this class.
+        """Turn a result of torch.compile into an instance of this class. anew(model) compiles a copy of the model.
 
         Args:
             compiled: the result of torch.compile, which changes.
@@ -86,11 +86,8 @@ class CompiledModel(OptimizedModule):
 class CompiledCall:
     """A function that calls a model through torch.compile, and that warns if a part of the model runs uncompressed.
 
-    Args:
-        model: the model.
-        partitioner: the partitioner of the model's graphs, or None if the graphs are torch's own.
-        plain: a function that calls the model in eager mode.
-        compiled: the same function, compiled.
+    `partitioner` is None if the graphs are torch's own. `plain` calls the model in eager mode, and `compiled` is this
+    function, compiled.
     """
 
     is_from_fewbit = True
@@ -211,7 +208,7 @@ def _is_within_fewbit() -> bool:
 def _before_block(block: nn.Module, args: tuple) -> None:
     """Make torch.compile call a block, as a hook: of modules without hooks it traces `forward`, and passes over the compiled code.
 
-    A copy of the block is not compiled, and loses the hook when it is called.
+    A copy of the block loses the hook when it is called.
     """
     if not torch.compiler.is_compiling() and block._compiled_call_impl is None:
         _remove_hook(block)

@@ -40,15 +40,14 @@ def compile(
     """Compile a model with torch.compile so that it saves a few bits per element for the backward pass.
 
     The results of the forward pass are torch's. For the backward pass, the compiled code saves quantized copies, masks
-    of 1 bit, and exact tensors only where an op needs them, for all modules and functions (docs/guides/compile.md). The
-    model itself does not change.
+    of 1 bit, and exact tensors only where an op needs them (docs/guides/compile.md). The model itself does not change.
 
     Args:
         model: the model. If `compress_` has converted it, its layers keep their own copies.
         bits: the bits per element, 1 to 8, or FixedBits. None means 4.
-        layers: settings in place of the default settings, as in `compress_`. `activation_bits` are the bits of
-            derivatives of nonlinear functions (usually `bits`, but at least 3), `attention_bits` those of queries, keys
-            and values (usually `bits` + 2).
+        layers: settings of layers, as in `compress_`. `activation_bits` are the bits of derivatives of nonlinear
+            functions (usually `bits`, but at least 3), `attention_bits` those of queries, keys and values (usually
+            `bits` + 2).
         overrides: {glob pattern of module paths: settings of the modules that match}, as in `compress_`. None leaves
             the tensors of the modules exact.
         backend: "inductor" or "aot_eager".
@@ -64,9 +63,9 @@ def compile(
         InputError: an argument cannot be used.
 
     Warns:
-        CompileWarning: this version of torch does not work with fewbit's partitioner, or torch.compile is disabled. The
-            model then saves exact tensors, and there is no `partitioner`. Calls of the compiled model give this warning
-            if torch.compile has left a part of the model to Python, which saves exact tensors.
+        CompileWarning: this version of torch does not work with fewbit's partitioner, or torch.compile is disabled:
+            exact tensors are saved, and there is no `partitioner`. Or, in a call, torch.compile has left a part to
+            Python.
     """
     settings = {"backend": backend, "mode": mode, "options": options, **settings}
     partitioner, arguments = _arguments(model, bits, layers, overrides, **settings)
@@ -85,10 +84,7 @@ def compile(
 def compile_in_place(model: nn.Module, bits=None, layers=None, overrides=None, **settings) -> None:
     """Compile a model like `compile`, but so that calls of the model itself run the compiled code.
 
-    torch's method `Module.compile` has no effect on a model whose class is torch's, such as nn.Sequential.
-
-    Raises:
-        InputError: an argument cannot be used.
+    `Module.compile` has no effect on a model whose class is torch's, such as nn.Sequential.
     """
     from fewbit.compiler import compiled_call
 
@@ -108,10 +104,9 @@ def compile_blocks_(
 ) -> list[Partitioner]:
     """Compile the repeated blocks of a model in place, like `compile`, but each kind of block only once.
 
-    Blocks are the modules in a torch.nn.ModuleList or torch.nn.Sequential that have the class of another module there,
-    and modules of their own; a block in a block is a part of it, and blocks with hooks have code of their own. The rest
-    of the model runs in eager mode and saves exact tensors, unless `compress_` has converted it. A copy of the model is
-    not compiled. torch.compile around the model compiles only the code between the blocks, and raises an error with
+    Blocks are the modules in a torch.nn.ModuleList or torch.nn.Sequential that have the class of another module there;
+    blocks with hooks have code of their own. The rest of the model runs in eager mode. A copy of the model is not
+    compiled. torch.compile around the model compiles only the code between the blocks, and raises an error with
     fullgraph=True.
 
     Args:
@@ -223,8 +218,7 @@ def partition_fn(
     """Return a partitioner for backends that torch's `aot_autograd` makes.
 
     Pass it as ``aot_autograd(partition_fn=fewbit.partition_fn(bits=2), ...)``, with torch's decompositions, for example
-    ``decompositions=torch._inductor.decomposition.select_decomp_table()``: tensors of ops that are not decomposed, such
-    as gelu_backward, stay exact.
+    ``decompositions=torch._inductor.decomposition.select_decomp_table()``, because tensors of other ops stay exact.
 
     Args:
         bits: as in `fewbit.compile`.

@@ -37,10 +37,7 @@ Settings = Callable[[Root], ResolvedSettings | None]
 
 
 def compute_again(joint: JointGraph, settings_of: Settings) -> None:
-    """Replace roots of a graph by tensors from which they are computed, if these have fewer elements together.
-
-    `settings_of` returns the settings for a root, or None if it stays exact.
-    """
+    """Replace roots of a graph by tensors from which they are computed, if these have fewer elements together."""
     for group in _groups(joint, settings_of):
         _replace(joint, group)
     place = {node: number for number, node in enumerate(joint.graph.nodes)}
@@ -79,12 +76,7 @@ def _groups(
 
 
 def _arguments_of(joint: JointGraph, node: fx.Node) -> dict[fx.Node, float] | None:
-    """Return one or two tensors whose functions with moderate slopes have the product `node`, up to constants and masks.
-
-    Returns:
-        {tensor: by how much its function grows}; None if there are no such tensors, or if `node` is such a tensor
-        itself.
-    """
+    """Return {tensor: growth} of one or two tensors whose functions have the product `node`, up to constants and masks; or None."""
     factors: dict[fx.Node, list[fx.Node]] = {}
     todo = [node]
     while todo:
@@ -104,7 +96,7 @@ def _arguments_of(joint: JointGraph, node: fx.Node) -> dict[fx.Node, float] | No
 
 
 def _without_constants(joint: JointGraph, node, start: fx.Node) -> fx.Node | None:
-    """Return the first root, or other tensor, of which a node is an affine function, perhaps with masks that are saved; or None."""
+    """Return the first root, or other tensor, of which a node is an affine function, perhaps with saved masks; or None."""
     if not isinstance(node, fx.Node) or not joint.varies(node):
         return None
     while node is start or node not in joint.roots:
@@ -213,7 +205,7 @@ def _between(joint: JointGraph, group) -> set[fx.Node]:
 
 
 def _between_copies(joint: JointGraph, node: fx.Node) -> set[fx.Node]:
-    """Return the nodes by which a root follows from copies of inputs of linear layers, none behind another; else the empty set."""
+    """Return the nodes by which a root follows from copies of inputs of linear layers, none behind another."""
     found, layers, todo = set(), 0, [(node, False)]
     while todo:
         x, is_input = todo.pop()

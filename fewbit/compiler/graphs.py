@@ -31,10 +31,7 @@ def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
 def insert(
     graph: fx.Graph, mode, target, args, kwargs=None, like: fx.Node | None = None
 ) -> fx.Node:
-    """Insert a call at the graph's insertion point, and compute its fake result.
-
-    `like` is a node of the model's code for which the call works, or None.
-    """
+    """Insert a call at the graph's insertion point, and compute its fake result. For the node `like`, the call works."""
     node = graph.call_function(target, tuple(args), kwargs or {})
     values = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     with mode:
@@ -76,7 +73,7 @@ def modules_of(node: fx.Node) -> set[str]:
 
 
 def module_of(node: fx.Node) -> str:
-    """Return the dotted path of the module in whose code a node was traced, "" for the model or if it is not known."""
+    """Return the dotted path of the module in whose code a node was traced, "" if it is not known."""
     stack = _stack_of(node)
     return _plain([*stack.values()][-1][0]) if stack else ""
 
@@ -87,7 +84,7 @@ def has_module(node: fx.Node) -> bool:
 
 
 def _stack_of(node: fx.Node) -> dict | None:
-    """Return the modules in whose code a node was traced, the innermost last; None or an empty dict if they are not known."""
+    """Return the modules in whose code a node was traced, the innermost last."""
     return node.meta.get(_STACKS[0]) or node.meta.get(_STACKS[1])
 
 

@@ -64,20 +64,17 @@ class Root:
 
 @dataclass
 class JointGraph:
-    """The parts of a joint graph: its backward nodes, and the tensors to quantize or to leave exact.
+    """The parts of a joint graph without dead nodes: its backward nodes, and the tensors to quantize or to leave exact.
 
-    Args:
-        graph: the graph, without dead nodes.
-        forward_outputs: the number of results of the forward graph.
-        static: the numbers of the inputs that are parameters or buffers.
+    `forward_outputs` is the number of results of the forward graph, `static` the numbers of inputs that are parameters
+    or buffers.
 
     Attributes:
         changed: the inputs that the model changes in place, such as running means, and what depends on them.
         backward: the nodes that depend on tangents, in their order.
         forward: the nodes on which results of the forward graph depend.
         parameters: the inputs that are parameters or buffers.
-        random: large constants that depend on random numbers, such as masks of dropout, which the backward pass draws
-            again.
+        random: large constants that depend on random numbers, such as masks of dropout, which backward draws again.
         constants: nodes that can be computed again from parameters, inputs without gradient, small tensors and
             statistics of large ones.
         statistics: those of them that are large, and a number for each row or channel of a larger tensor.
@@ -131,10 +128,7 @@ class JointGraph:
                 root.roles.add(("norms", 0))
 
     def source_of(self, node: fx.Node) -> fx.Node | None:
-        """Return the only input that a view or an affine function has besides constants and masks; a mask if it has only these.
-
-        The indices of maxima count as a view of their places in windows.
-        """
+        """Return the only input that a view or an affine function has besides constants and masks; a mask if it has only these."""
         if node.op != "call_function" or node.target not in uses.AFFINE | uses.OF_OFFSETS:
             return None
         if any(x in self.changed for x in node.all_input_nodes):
@@ -158,10 +152,7 @@ class JointGraph:
         return is_cast and is_unchanged and not _is_small(node)
 
     def bytes_to_recompute(self) -> int:
-        """Return the bytes of the tensors from which pointwise ops and views compute all tensors to quantize.
-
-        torch could save these tensors, or fewer bytes of tensors in between.
-        """
+        """Return the bytes of the tensors from which pointwise ops and views compute all tensors to quantize."""
         _, leaves = self.part(self.roots, _is_pointwise)
         return sum(map(size_in_bytes, leaves))
 
@@ -262,8 +253,7 @@ class JointGraph:
     def _is_factor_of_rows(self, node) -> bool:
         """Return whether all products with the node are much larger than the node, as with a gate for each channel.
 
-        A group of such a tensor has factors of many rows or channels, of very different sizes, that multiply many
-        elements.
+        A group would have factors of many rows or channels, of very different sizes.
         """
         value = node.meta["val"]
         users = [user.meta.get("val") for user in node.users if user in self.backward]
@@ -326,10 +316,7 @@ class JointGraph:
 
 
 def _changed(graph: fx.Graph) -> set[fx.Node]:
-    """Return the inputs that the model changes in place, and the nodes that depend on them.
-
-    Inductor's graphs change an input by a call of copy_. Those of aot_eager return the new value.
-    """
+    """Return the inputs that the model changes in place, by copy_ or in aot_eager by results, and the nodes that depend on them."""
     inputs = graph.find_nodes(op="placeholder")
     results = graph.output_node().meta.get("desc") or ()
     returned = [x.mutated_input for x in results if hasattr(x, "mutated_input")]
@@ -348,7 +335,7 @@ def _is_pointwise(node) -> bool:
 
 
 def _is_reduced(node) -> bool:
-    """Return whether a node is a statistic, such as a mean, of many elements for each of its own, which multiplies them."""
+    """Return whether a node is a statistic, such as a mean, of many elements, and multiplies them."""
     producer, value = (
         node.args[0] if node.target is operator.getitem else node,
         node.meta.get("val"),
@@ -374,7 +361,7 @@ def _is_broadcast(node) -> bool:
 
 
 def _is_normalized(node) -> bool:
-    """Return whether a node is a tensor divided by a statistic of its rows or channels, as the result of a norm."""
+    """Return whether a node is a tensor divided by a statistic of its rows or channels."""
     while node.target in uses.VIEWS | uses.CASTS:
         node = node.all_input_nodes[0]
     inputs = node.all_input_nodes
@@ -398,7 +385,7 @@ def _is_normalized(node) -> bool:
 
 
 def _has_variance(node) -> bool:
-    """Return whether a norm takes the variance of a node, whose backward pass uses the node itself, as a group norm does."""
+    """Return whether a norm takes the variance of a node, whose backward pass uses the node itself."""
     todo = [node]
     while todo:
         for user in todo.pop().users:

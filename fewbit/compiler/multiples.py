@@ -38,8 +38,7 @@ _BITS = 3
 class Multiple(NamedTuple):
     """A backward node as the elementwise product gradient * number * factor.
 
-    The gradient is a backward node, and the factor a node of its shape that does not depend on tangents; None stands
-    for 1.
+    The factor is a node of the gradient's shape that does not depend on tangents; None stands for 1.
     """
 
     gradient: fx.Node
@@ -215,7 +214,7 @@ class _Merger:
         return insert(self.graph, like.meta["val"].fake_mode, target, args, like=like)
 
     def _insert_factor(self, target: Callable, args, like) -> fx.Node:
-        """Insert a part of a factor. A factor of float16 tensors is float32, because it may be large where t is small."""
+        """Insert a part of a factor, in float32 if it is float16, because it may be large where t is small."""
         args = [
             self._cast(x, wide(x.meta["val"].dtype), like) if isinstance(x, fx.Node) else x
             for x in args

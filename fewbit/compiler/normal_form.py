@@ -27,7 +27,7 @@ _RESHAPES = aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.vi
 
 
 def undo_reshapes(graph: fx.Graph) -> None:
-    """Replace nodes that restore the shape that a tensor had, as the backward pass of batch norm does with means and deviations."""
+    """Replace nodes that restore the shape that a tensor had."""
     for node in graph.nodes:
         source = node
         while source.target in _RESHAPES:
@@ -100,8 +100,8 @@ def _multiply_by_both(graph, user, gradient, normalized, scale, backward) -> Non
 def _use_normalized(graph, node, backward) -> None:
     """Let products with a gradient use node = x * r or node = x / s in place of x, if r or s is a statistic of rows.
 
-    For a number k, t * x becomes (t * node) / r, t * (x * k) becomes ((t * k) * node) / r, and t * (node / s) becomes
-    (t * node) * (1 / s).
+    t * x becomes (t * node) / r, t * (x * k) becomes ((t * k) * node) / r, and t * (node / s) becomes (t * node) * (1 /
+    s).
     """
     value = node.meta["val"]
     x, small = _factors(node)

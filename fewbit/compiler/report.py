@@ -28,7 +28,7 @@ class SavedRow(NamedTuple):
         module: the dotted path of the module whose backward pass uses the tensor, or that made it if there are several
             or it is exact; "" for the model.
         op: the op of ATen that made the tensor, for example "gelu_backward" for a derivative; "input" for a result of
-            an earlier graph, if torch broke the graph.
+            an earlier graph.
         shape: the shape.
         dtype: the dtype, for example "float32".
         exact_bytes: the bytes of the tensor itself.
@@ -49,9 +49,7 @@ class SavedRow(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class CompileReport(Result):
-    """The tensors that the graphs of a compiled model save for the backward pass.
-
-    Parameters, buffers and inputs without a gradient are not listed, because they exist even if they are not saved.
+    """The tensors that the graphs of a compiled model save for the backward pass, besides parameters, buffers and plain inputs.
 
     Attributes:
         rows: the tensors.
@@ -116,11 +114,7 @@ def rows_of(
 ) -> Iterator[SavedRow]:
     """Yield a row for each tensor that a forward graph saves.
 
-    Args:
-        forward: the forward graph.
-        outputs: the number of its results that are not saved for backward.
-        joint: the analysis of the joint graph.
-        copies: {node of the joint graph: the copy of its tensor}.
+    `outputs` of its results are not saved for backward. `copies` is {node of the joint graph: the copy of its tensor}.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     # An input with a gradient is a result of an earlier graph, if the graph was broken.

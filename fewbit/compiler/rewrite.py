@@ -36,13 +36,9 @@ _IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
 
 
 class Copy(NamedTuple):
-    """A quantized copy in the graph.
+    """A quantized copy of `root` in the graph, of the nodes `saved`.
 
-    Args:
-        root: the tensor.
-        bits: the bits per element.
-        saved: the nodes of the saved tensors.
-        restore: a function that appends the dequantization to the graph and returns the node of the values.
+    `restore` appends the dequantization to the graph and returns the node of the values.
     """
 
     root: Root
@@ -54,10 +50,7 @@ class Copy(NamedTuple):
 class Rewriter:
     """Replaces the tensors that backward nodes use.
 
-    Args:
-        joint: the analysis of the graph.
-        settings_of: a function that returns the settings for a tensor, or None if it stays exact.
-        is_inductor: whether Inductor generates code for the graph.
+    `settings_of` is a function that returns the settings for a tensor, or None if it stays exact.
     """
 
     def __init__(
@@ -102,7 +95,7 @@ class Rewriter:
     def _move_forward(self, chosen) -> None:
         """Move nodes of the backward part that make a chosen tensor to the place where their inputs are made.
 
-        At the end of the forward graph, they would keep the inputs of the activations in memory until then.
+        Else they would keep the inputs of the activations in memory until the end of the forward graph.
         """
         last = max(i for i, node in enumerate(self.graph.nodes) if node in self.joint.forward)
         place = {node: (i,) for i, node in enumerate(self.graph.nodes)}

@@ -34,8 +34,7 @@ _lock = threading.Lock()
 def failure() -> str | None:
     """Return in a few words what does not work with the installed torch; None if all works, or if nothing is known.
 
-    Another process compiles and runs a small network. If all works, a file in the user's cache folder says so for this
-    version of torch and this code.
+    Another process compiles and runs a small network, once for each version of torch and of this code.
     """
     if torch._dynamo.config.disable:
         return None

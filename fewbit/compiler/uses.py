@@ -122,10 +122,7 @@ def argument(node: fx.Node, name: str):
 
 
 def attention_of(node: fx.Node) -> fx.Node | None:
-    """Return the forward node of an attention's backward node, if fewbit can compute it again from q, k and v.
-
-    Attention with dropout cannot be computed again, because torch's op would draw another mask.
-    """
+    """Return the forward node of an attention's backward node, if fewbit can compute it again, which it cannot with dropout."""
     if node.target not in ATTENTIONS or argument(node, "dropout_p"):
         return None
     out, sums = (unaliased(argument(node, name)) for name in RESULTS)
@@ -138,7 +135,7 @@ def attention_of(node: fx.Node) -> fx.Node | None:
 
 
 def codes_of(node: fx.Node) -> int | None:
-    """Return the number of values, up to 256, that a mask or an index can have, which any op may use; else None."""
+    """Return the number of values, up to 256, that a mask or an index can have; else None."""
     value = node.meta["val"]
     if value.dtype == torch.bool:
         return 2

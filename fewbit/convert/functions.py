@@ -183,8 +183,7 @@ class FunctionQuantizers:
     def call(self, ours, family, theirs, args, kwargs):
         """Call fewbit's function with these settings, or torch's if fewbit's does not support the arguments.
 
-        `family` is "activation", "one bit" (an activation whose derivative has two values), "quantized" or "exact".
-        `theirs` takes no arguments; args and kwargs are those of fewbit's function.
+        `family` is "activation", "one bit", "quantized" or "exact". `theirs` takes no arguments.
         """
         if ours in _OPERATIONS and not _has_large(args):
             return theirs()
@@ -340,8 +339,7 @@ def _positional(ours) -> tuple[str, ...]:
 def _factors(ours, args, kwargs) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return both factors of a call of a product, or None if torch's own function has to run.
 
-    It runs if a factor needs no gradient, if both are parameters or views of parameters, and if fewbit's function does
-    not take the arguments.
+    It runs if a factor needs no gradient, or if both are parameters or views of parameters.
     """
     if ours is contractions.einsum:
         factors = contractions.operands_of(args[1:])

@@ -30,12 +30,10 @@ OWN_FORWARD = "its forward was replaced on the instance, so its class does not s
 
 
 class Kind(NamedTuple):
-    """The class to which a module is converted.
+    """The class to which a module is converted, `becomes`, a subclass of the module's class.
 
-    Attributes:
-        becomes: the new class, a subclass of the module's class.
-        family: ACTIVATION, CONVOLUTION, LAYER, EXACT or RECURRENT.
-        attributes: {name: value} of the attributes that the new class needs and the old class lacks.
+    `family` is ACTIVATION, CONVOLUTION, LAYER, EXACT or RECURRENT. `attributes` is {name: value} of those that only the
+    new class needs.
     """
 
     becomes: type[nn.Module]
@@ -129,7 +127,7 @@ _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """Return the kind of a module, by its class and by attributes such as `alpha`, for which there may be no table; or None."""
+    """Return the kind of a module, which depends on its class and on attributes such as `alpha`, or None."""
     cls = class_of(module)
     if cls.__module__ == "transformers.activations":
         if cls.__name__ == "ClippedGELUActivation" and (module.min, module.max) == (-10, 10):
@@ -166,10 +164,7 @@ def is_cell(module: nn.Module) -> bool:
 def why_not(module: nn.Module, everything: bool = False, functional: bool = False) -> str | None:
     """Return why a module without a kind is not converted; None if there is no need to report a reason.
 
-    Args:
-        module: the module.
-        everything: whether what torch's operations save is compressed. Then the reason says so.
-        functional: whether functions that its forward calls, such as einsum, are compressed.
+    `everything` and `functional` are settings of the conversion.
     """
     if not everything:
         return _why_not(module, True, functional)
@@ -212,10 +207,7 @@ def _why_not(module: nn.Module, is_exact: bool, functional: bool) -> str | None:
 
 
 def replaced(module: nn.Module) -> str | None:
-    """Return which code of a module's forward is monkey-patched, its own or that of a function, as a text; or None.
-
-    A patched module may compute something else than its class says, so it is not converted.
-    """
+    """Return which code of a module's forward is monkey-patched, its own or that of a function, as a text; or None."""
     cls = class_of(module)
     ours = methods_of_liger(module)
     for name, value in vars(module).items():

@@ -19,15 +19,14 @@ class ModelFacts:
     """The names of a model's layers, the bits that a policy must not change, and the average with which it starts.
 
     Attributes:
-        names: all names under which quantized tensors may be saved: of layers, of functions that modules call, and of
+        names: all names under which quantized tensors may be saved: of layers, functions that modules call, and
             attention.
         channels: {name: number of channels}, for layers whose input has channels in dimension 1.
         chosen_activations: the names of few-bit activations whose bits the policy chooses.
         given_activations: {name: bits} of the other few-bit activations.
         average: the average bits per element with which the policy starts.
         budget: the budget in bytes from which `average` was computed, or None.
-        elements: {(name, number of the layer's input): number of elements}, for the saved tensors among which the
-            budget is divided, or None.
+        elements: {slot's name: number of elements}, for the tensors among which the budget is divided, or None.
     """
 
     names: tuple[str, ...]

@@ -12,8 +12,7 @@ from fewbit.runtime.interop.one_dnn import without_one_dnn
 class StepwiseLSTM(Guarded, nn.LSTM):
     """An LSTM that runs one operation after the other on the CPU, so that the tensors that they save can be compressed.
 
-    On the CPU, torch's LSTM is usually one operation of oneDNN, which saves an opaque buffer. In evaluation mode,
-    without gradients and on other devices, torch's LSTM runs.
+    On the CPU, torch's LSTM is usually one operation of oneDNN, which saves an opaque buffer.
     """
 
     @staticmethod

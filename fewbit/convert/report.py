@@ -23,16 +23,13 @@ class ConvertedModule(NamedTuple):
         path: The dotted path, "" for the model itself.
         before: The name of the class before the conversion.
         after: The name of the class after the conversion.
-        bits: The bits per element that the module saves of its input, or of an activation's derivative; an average if
-            samples may have different bits. None if the module's gradients stay exact.
+        bits: The bits per element that the module saves of its input, or of an activation's derivative, perhaps an
+            average. None if the module's gradients stay exact.
         exact: If `bits` is None, what the module saves, such as "1-bit mask".
-        shared: Whether the module saves nothing of its own, because it uses what a norm has saved in fixed point. None
-            if it may, but no forward pass has shown whether it does.
-        attention: The bits per element of q, k and v, if the module computes attention and if these bits are not
-            `bits`.
+        shared: Whether the module only uses what a norm has saved in fixed point; None if that is not known.
+        attention: The bits per element of q, k and v of attention, if they are not `bits`.
         frozen: Whether the module saves no input, because its weight needs no gradient.
-        evaluated: Whether the module is in evaluation mode while the rest of the model trains. Then it saves what
-            torch's module does.
+        evaluated: Whether the module is in evaluation mode, and saves what torch's module does, while others train.
     """
 
     path: str
@@ -61,12 +58,12 @@ class ConvertedModule(NamedTuple):
 
 
 class SkippedModule(NamedTuple):
-    """A module that was left as it is, and the reason.
+    """A module that was left as it is.
 
     Attributes:
         path: The dotted path, "" for the model itself.
         kind: The name of the module's class, or of a function that the module has or calls.
-        reason: The reason, a text for the report.
+        reason: A text for the report.
     """
 
     path: str
@@ -76,7 +73,7 @@ class SkippedModule(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Report(Result):
-    """The modules that a conversion has changed, and those that the conversion left as they are.
+    """The modules that a conversion has changed, and those that it left as they are.
 
     Attributes:
         converted: The modules that were converted.
@@ -181,11 +178,7 @@ def _is(row: ConvertedModule) -> str:
 
 
 def _grouped(rows: Iterable[tuple[str, tuple]]) -> dict[tuple, int]:
-    """Count rows (path of a module, cells) that have the same cells and whose paths differ only in numbers.
-
-    Returns:
-        {(path, *cells): number of modules}. If the number is above 1, the path has * in place of numbers.
-    """
+    """Return {(path, *cells): number of rows} with the same cells and paths, in which numbers that differ become *."""
     rows = list(rows)
     counts = Counter((module_pattern(path), *cells) for path, cells in rows)
     result = {}

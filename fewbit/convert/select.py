@@ -31,8 +31,7 @@ class Selection:
     def of(self, model: nn.Module, settings: ResolvedSettings) -> list[Selected]:
         """Return a `Selected` for every module, and for every activation function that a module has as an attribute.
 
-        `settings` are those of modules that no override changes. Raises InputError if a glob matches no module, or if
-        an argument is invalid.
+        Raises InputError if a glob matches no module, or if an argument is invalid.
         """
         found = _found(model)
         included = _matches(found, self.include, "include")
@@ -50,9 +49,9 @@ class Selected(NamedTuple):
 
     Attributes:
         path: the dotted path, the first one if there are several; "" for the model itself.
-        module: the module, or the module that has the function as an attribute.
+        module: the module, or the module that has the function.
         attribute: the name of the attribute that is the function; None for a module.
-        settings: the settings of the conversion; None if the module or function must not be converted.
+        settings: the settings of the conversion; None if there is none.
     """
 
     path: str

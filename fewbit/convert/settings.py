@@ -55,13 +55,12 @@ class ResolvedSettings:
     Attributes:
         bits: the bits per element of quantized inputs; an average if `has_policy`.
         activation_bits: the bits of the code that a few-bit activation saves for each element.
-        attention_bits: the bits per element of q, k and v. None stands for `bits` if `adapts` is True, else for `bits`
-            and EXTRA_BITS_OF_ATTENTION.
-        gate_bits: the bits per element of the two factors of gated units. None stands for `bits` if `adapts` is True,
-            else for `bits` and EXTRA_BITS_OF_GATES.
+        attention_bits: the bits per element of q, k and v; None stands for `bits`, and unless `adapts` for
+            EXTRA_BITS_OF_ATTENTION more.
+        gate_bits: the bits per element of the two factors of gated units; None stands for `bits`, and unless `adapts` for
+            EXTRA_BITS_OF_GATES more.
         fuses_norms: whether norms save fixed-point copies, which the layers after them use.
-        recomputes: whether activations save copies of their inputs, from which their results are computed again, in
-            place of codes of `activation_bits`.
+        recomputes: whether activations save copies of their inputs in place of codes of `activation_bits`.
         has_policy: whether a policy chooses bits while the model trains.
         has_own_bits: whether an override gives `bits`.
         adapts: whether a policy chooses the bits of the module's inputs.
@@ -190,8 +189,8 @@ class ResolvedSettings:
     def make_graph_settings(self, is_cell: bool = False) -> GraphSettings | None:
         """Return the settings for tensors that torch's operations save; None if these tensors stay exact.
 
-        What a recurrent cell saves is compressed by default, and of any size, because the layers after the cell save
-        copies of its results anyway.
+        What a recurrent cell saves is compressed by default, because the layers after it save copies of its results
+        anyway.
         """
         if not (self.everything or (is_cell and self.functional)):
             return None
@@ -232,8 +231,7 @@ def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) ->
     """Return the settings of all modules that no override changes.
 
     Raises:
-        InputError: `layers` is neither a LayerSettings nor a mapping of its fields, has `bits`, or contradicts
-            `config`; or the initial bits of `config` are not a number from 1 to 8.
+        InputError: `layers` is invalid, has `bits`, or contradicts `config`; or the initial bits are not from 1 to 8.
     """
     check_average(config.initial_bits)
     usual = ResolvedSettings(

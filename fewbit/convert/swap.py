@@ -64,10 +64,7 @@ class Original:
 class Conversion(NamedTuple):
     """The result of `convert`.
 
-    Attributes:
-        report: the modules that were converted, and those that were not.
-        context: the object through which the model's layers share state in a forward pass.
-        selected: the modules of the model and their settings, selected before their classes changed.
+    `selected` are the modules of the model and their settings, selected before their classes changed.
     """
 
     report: Report
@@ -84,14 +81,9 @@ def convert(
     """Convert the modules of a model, and the functions that these modules call, in place.
 
     An earlier conversion is undone first, unless `settings.families` contains only activations, as for
-    `replace_activations_`: then only the selected activations get new settings.
-
-    Args:
-        model: the model.
-        settings: the settings of modules that no override changes.
-        selection: the modules to convert; by default all.
-        before: a function that is called once, after the checks and after an earlier conversion is undone, but before
-            modules are converted.
+    `replace_activations_`: then only the selected activations get new settings. `settings` are those of modules that no
+    override changes. `before` is called once, before modules are converted, but after the checks and after an earlier
+    conversion is undone.
 
     Raises:
         InputError: the model is not a module, or the selection is invalid.
@@ -126,15 +118,12 @@ def convert(
 def restore_(model: nn.Module) -> None:
     """Undo `compress_`: give each converted module its class back. Modules created from fewbit's classes stay.
 
-    A class that a parametrization or fully_shard has made of a converted module's class is made again of the original
-    class.
-
     Args:
         model: the model, which changes in place.
 
     Raises:
-        InputError: the model is not a module, or the class of a converted module was changed in another way after the
-            conversion. The model stays unchanged.
+        InputError: the model is not a module, or the class of a converted module was changed after the conversion by
+            anything else than a parametrization or fully_shard. The model stays unchanged.
     """
     check_model(model)
     classes = {}
@@ -265,10 +254,7 @@ def _change_class(module: nn.Module, kind) -> None:
 def _convert_again(
     selected: Selected, context: ForwardContext, whole: bool
 ) -> ConvertedModule | SkippedModule | None:
-    """Apply settings to a module that has a class of fewbit already. Return its row of the report.
-
-    Either the user made the module, or an earlier call converted the module and this call converts only activations.
-    """
+    """Apply settings to a module that has a class of fewbit already. Return its row of the report."""
     path, module, _, settings = selected
     if isinstance(module, Quantized):
         if not whole:
@@ -401,10 +387,7 @@ def _graph_compressor(settings: ResolvedSettings, selected) -> GraphCompressor |
 
 
 def _switch_functions(model, settings, selected: list[Selected], context: ForwardContext) -> None:
-    """Add hooks to modules whose settings differ from the model's, for the functions that these modules call.
-
-    Functions that an excluded module calls stay exact.
-    """
+    """Add hooks to modules whose settings differ from the model's, for the functions that these modules call."""
     own = settings_by_module(selected)
     if all(module_settings is settings for module_settings in own.values()):
         return

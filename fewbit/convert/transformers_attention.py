@@ -45,16 +45,16 @@ def install(
     """Make the models of transformers inside `model` save q, k and v of their attention quantized.
 
     If the attention implementation in a model's `config` is "sdpa", it becomes "fewbit", which computes the same
-    result. Several models may have the same `config`; for those that were not converted, "fewbit" runs "sdpa".
+    result. For other models with the same `config`, "fewbit" runs "sdpa".
 
     Args:
         model: the model, which changes in place.
-        quantizer: one quantizer for all modules, or a function (path, module) that returns a module's quantizer, or
-            None if the module must not change.
+        quantizer: one quantizer for all modules, or a function (path, module) that returns a module's quantizer or
+            None.
 
     Returns:
         The paths of the attention modules that use "fewbit", and {path: reason} of the models that have attention and
-        cannot use it, with one path for each config.
+        cannot use it.
     """
     reached, left = [], {}
     configs, reported = {}, set()

@@ -19,8 +19,8 @@ class Unit(NamedTuple):
     Attributes:
         act: the name of the attribute that is the activation; None if the unit always has the same activation.
         source: the source of the forward, by which the class is recognized.
-        forward: a function (module, x, product) that returns the unit's result, where product(gate, up) returns
-            act(gate) * up.
+        forward: a function (module, x, product) that returns the result, where product(gate, up) returns act(gate) *
+            up.
         activation: the name of the activation if `act` is None.
     """
 

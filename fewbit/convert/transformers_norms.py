@@ -29,10 +29,9 @@ class Form(NamedTuple):
     Attributes:
         source: the source of the forward, by which the class is recognized.
         forward: a function (x, scale, eps) that returns the norm's result and the reciprocal root mean square of each
-            row of x. scale is the weight plus `offset`.
-        eps: the name of the module's attribute that is added to the mean square before the root is taken.
-        weight: the name of the module's attribute that is the weight; None if the norm has no weight.
-        offset: the number that is added to the weight, in float32.
+            row of x, where scale is the weight plus `offset`, added in float32.
+        eps: the name of the module's attribute that is added to the mean square.
+        weight: the name of the module's attribute that is the weight, or None.
     """
 
     source: str

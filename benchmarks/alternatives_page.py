@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "alternatives.md"
@@ -13,9 +12,7 @@ LADDER = "GPT-2, one option at a time"
 LEFT_OUT = "save_on_cpu", "fewbit, 2 bits, everything", "+ everything"
 """Options that the page does not show: `save_on_cpu` needs a GPU, and `everything` changes nothing on these networks."""
 MIB = 2**20
-COLUMNS = (
-    "option", "saved, MiB", "saved in bfloat16", "peak, MiB", "step time", "gradient error", "loss minus exact",
-)  # fmt: skip
+COLUMNS = "option", "saved, MiB", "saved in bfloat16", "peak, MiB", "step time", "gradient error"
 
 
 def tables(rows) -> dict[str, str]:
@@ -62,7 +59,6 @@ def _cells(arm, row, exact) -> list[str]:
         _bytes(row, exact, "peak_bytes"),
         _ratio(arm, row),
         _error(row),
-        _loss(arm, row, exact),
     ]
 
 
@@ -91,22 +87,3 @@ def _ratio(arm, row) -> str:
         return "1" if arm == "exact" else ""
     backend = ", aot_eager" if row.get("backend") == "aot_eager" else ""
     return f"{row['ratio']:.2f}{backend}"
-
-
-def _loss(arm, row, exact) -> str:
-    if "loss" not in row:
-        return "as exact"
-    failed = row["loss"].count(None)
-    if failed:
-        return f"not finite in {failed} of {len(row['loss'])} runs"
-    if arm == "exact":
-        return _mean(row["loss"], "{:.4f}")
-    pairs = zip(row["loss"], exact.get("loss", []), strict=False)
-    return _mean([own - other for own, other in pairs], "{:+.4f}")
-
-
-def _mean(values, form) -> str:
-    if not values:
-        return ""
-    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return form.format(statistics.fmean(values)) + spread

@@ -140,8 +140,7 @@ json_option = click.option(
 function_option = click.option(
     "--function",
     metavar="MODULE:NAME",
-    help="The function of the tables in a FILE, if it is not built in: package.module:name, which "
-    "is imported. A name that the FILE contains is never imported.",
+    help="For a FILE: its function if that is not built in, package.module:name, which is imported.",
 )
 
 
@@ -166,13 +165,13 @@ _REQUEST = (
     click.option(
         "--form",
         type=click.Choice(["levels", "intervals"]),
-        help="levels (default): several pieces may have the same level. intervals: every piece has a "
-        "level of its own, as in the paper.",
+        help="Whether pieces may share a level (levels, default), or each has its own, as in the "
+        "paper (intervals).",
     ),
     click.option(
         "--weight",
         metavar="W",
-        help="The density of inputs by which errors count: uniform (default), normal, "
+        help="The density of inputs: uniform (default), normal, "
         "normal:MEAN,STD, scales, scales:LOW,HIGH, or a .npy or .npz file with pre-activations or a histogram.",
     ),
     click.option(
@@ -180,19 +179,18 @@ _REQUEST = (
         type=float,
         nargs=2,
         metavar="A B",
-        help="The interval on which the error is measured, for example --domain -5 5.",
+        help="The interval on which the error is measured, such as -5 5.",
     ),
     click.option(
         "--objective",
         type=click.Choice(["mse", "unbiased", "minimax"]),
-        help="mse (default): minimize the squared error. unbiased: draw levels at random with the "
-        "right mean, and minimize the variance. minimax: minimize the largest error.",
+        help="What is minimized: the squared error (mse, default), the largest error (minimax), or "
+        "the variance of levels that are drawn with the right mean (unbiased).",
     ),
     click.option(
         "--tails",
         type=click.Choice(["free", "pinned"]),
-        help="The levels of the outermost pieces: any (free, default), or the limits of f' at "
-        "infinity (pinned).",
+        help="The outermost levels: any (free, default), or the limits of f' (pinned).",
     ),
     number("--levels", "The number of levels, instead of 2^B.", metavar="K"),
     click.option(

@@ -34,13 +34,12 @@ QUANTIZER = "quantizer"
 @table_options
 @number(
     "--grid",
-    "The number of cells into which the domain is cut. More cells bring the error and the "
-    "lower bound closer together.",
+    "The number of cells. More bring the error and the lower bound closer together.",
 )
 @click.option(
     "--no-refine",
     is_flag=True,
-    help="Skip the last step of the solver, and keep the levels that are best on the cells.",
+    help="Keep the levels that are best on the cells.",
 )
 @number("--threads", "Use at most N threads.")
 @output_options("the table document", ".json")
@@ -73,9 +72,8 @@ def solve(name, no_refine, output, force, as_json, **request):
 def list_(as_json):
     """List the functions that fewbit knows.
 
-    For each function the list contains the parameters with their defaults, the aliases, the
-    domain, the limits of f' on the left and right, and the bits of the tables that are shipped
-    with this package (form levels).
+    The columns are the parameters with their defaults, the aliases, the domain, the limits of
+    f', and the bits of the tables that are shipped with fewbit (form levels).
 
     \b
     Examples:
@@ -182,13 +180,10 @@ def compare(names, bits, output, force, as_json):
 def verify(files, function, as_json):
     """Recompute and check the errors and other numbers that tables claim.
 
-    For each FILE (default: all shipped tables) the command checks that the file follows the
-    schema, that each table has the error and the relative error that it claims (recomputed by
-    adaptive quadrature), that no lower bound is above the error, and that no table is worse than
-    one with fewer bits. If a function is not built in, the error is recomputed only if --function
-    names the function.
-
-    The lower bound is not proved again. For a new proof, solve the table again.
+    For each FILE (default: all shipped tables) the command checks the schema, the errors of each
+    table (by adaptive quadrature), that no lower bound is above the error, and that no table is
+    worse than one with fewer bits. If a function is not built in, the error is recomputed only
+    if --function names it. The lower bound is not proved again.
 
     The exit code is 0 if everything holds, 1 if a claim does not hold, and 2 if a FILE or its
     function cannot be read.

@@ -331,7 +331,7 @@ def demo(steps, seeds, bits, everything, average, is_all, output, force, as_json
     few-bit GELUs, and with all saved tensors compressed, from the same seeds. The command shows
     the bytes saved for the backward pass and the final losses, and draws the losses. By default it
     trains three models from each seed, which takes one to two minutes on two cores; with --all it
-    trains seven. It needs torch.
+    trains eight. It needs torch.
 
     \b
     Examples:

@@ -14,6 +14,8 @@ from fewbit.sizes import counted
 
 LEAST_PARENT = 12
 """The length from which on a path that all modules share is printed only once."""
+MOST_ROWS = 16
+"""The number of rows from which on modules with equal last names and equal cells share a row."""
 
 
 class ConvertedModule(NamedTuple):
@@ -112,12 +114,16 @@ class Report(Result):
         rows = _grouped(
             (row.path[start:], (row.before, _is(row), row.saves)) for row in self.converted
         )
+        rows = list(rows.items()) if len(rows) <= MOST_ROWS else _merged(rows)
         more = [] if self.saved is None else [self._bytes()]
-        return View(
-            title, columns if count else (), list(rows.items()), list(self._lines()), more=more
-        )
+        return View(title, columns if count else (), rows, list(self._lines()), more=more)
 
     def _lines(self) -> Iterator[str]:
+        if evaluated := sum(row.evaluated for row in self.converted):
+            yield (
+                f"in evaluation mode, in which nothing is compressed: {counted(evaluated, 'module')}; "
+                "call train() unless you froze these on purpose"
+            )
         if self.functions is not None:
             inputs, attention, activations = self.functions
             line = f"called functions save {bits_or_exact(inputs)} of inputs, activations {bits_or_exact(activations)}"
@@ -189,3 +195,17 @@ def _grouped(rows: Iterable[tuple[str, tuple]]) -> dict[tuple, int]:
         else:
             result[key] = counts[key]
     return result
+
+
+def _merged(rows: dict[tuple, int]) -> list[tuple[tuple, int]]:
+    """Merge rows of `_grouped` with the same last name and the same cells, such as *.q_proj.base_layer and *.k_proj.base_layer."""
+    groups: dict[tuple, list] = {}
+    for (path, *cells), count in rows.items():
+        names = path.split(".")
+        name = ".".join(names[-2:] if names[-1].isdigit() else names[-1:])
+        groups.setdefault((name, *cells), []).append((path, count))
+    found = []
+    for (name, *cells), members in groups.items():
+        path = members[0][0] if len(members) == 1 else f"*.{name}"
+        found.append(((path, *cells), sum(count for _, count in members)))
+    return found

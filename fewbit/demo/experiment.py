@@ -29,7 +29,7 @@ STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
 MOST_SEEDS = 100
 
 
-EVERY_ARM = {"bits": (1, 2, 3, 4), "everything": (2,), "average": (2,)}
+EVERY_ARM = {"bits": (1, 2, 3, 4), "everything": (4, 2), "average": (2,)}
 """The arguments of `run_demo` for `fewbit demo --all`."""
 
 

@@ -392,6 +392,24 @@ def test_the_report_says_what_exact_layers_save():
     assert [row.saves for row in rows] == found
 
 
+def test_a_long_report_has_one_row_for_modules_with_the_same_last_name():
+    """Adapters give every linear layer three parts."""
+    parts = ("query", "key", "value", "out", "gate", "up", "down")
+    block = nn.ModuleDict(
+        {name: nn.ModuleDict({"base": nn.Linear(8, 8), "A": nn.Linear(8, 2)}) for name in parts}
+    )
+    few = quiet(nn.ModuleList([copy.deepcopy(block) for _ in range(3)]), 2).report.view()
+    assert len(few.rows) == 14
+    norms = {f"norm_{name}": nn.LayerNorm(8) for name in parts}
+    block.update(norms)
+    many = quiet(nn.ModuleList([block, copy.deepcopy(block)]), 2).report.view()
+    assert [(row[0][0], row[1]) for row in many.rows] == [
+        ("*.base", 14),
+        ("*.A", 14),
+        *((f"*.{name}", 2) for name in norms),
+    ]
+
+
 def test_the_report_says_which_modules_save_nothing_few_bit_now():
     model = nn.Sequential(
         nn.Embedding(9, 8), nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8)
@@ -408,6 +426,7 @@ def test_the_report_says_which_modules_save_nothing_few_bit_now():
         module.eval()
     evaluated = "as torch, in eval()"
     assert saves() == ["no input", "no input", evaluated, evaluated, "2 bits"]
+    assert "nothing is compressed: 2 modules; call train()" in str(controller.report)
     ids = torch.arange(9)
     found = fewbit.saved_bytes(model, ids).entries
     assert {entry.module for entry in found if entry.kind == "packed"} == {"4"}

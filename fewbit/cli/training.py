@@ -313,7 +313,7 @@ def _call(name):
     "--all",
     "is_all",
     is_flag=True,
-    help="Train every model of docs/results/index.md: --bits 1 to 4, --everything 2 and --average 2.",
+    help="Train every model of docs/results/index.md: --bits 1 to 4, --everything 4 and 2, --average 2.",
 )
 @click.option(
     "--output",

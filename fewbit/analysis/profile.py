@@ -161,7 +161,7 @@ class VarianceProfile(Document):
         records = self.records()
         rows = [records[i] for i in np.argsort(-self.quantization, kind="stable")]
         return View(
-            self.title, columns, rows, self._notes(), _sum("all", rows), _rest, figure=self.plot
+            self.title, columns, rows, self._notes(), _sum("all", rows), _sum, figure=self.plot
         )
 
     def _notes(self) -> list[str]:
@@ -203,10 +203,6 @@ RECORDED = (
     *("sampling", "sampling_error", "quantization", "quantization_error", "direct", "direct_error"),
     *("agreement", "bias", "bias_error", "own"),
 )
-
-
-def _rest(rows: Sequence[dict]) -> dict:
-    return _sum(f"… and {len(rows)} more", rows)
 
 
 def _sum(name: str, rows: Sequence[dict]) -> dict:

@@ -196,7 +196,7 @@ class SavedBytes(Result):
         bar = [(f"{k}: {amount(n)}", n / self.total, COLORS[k]) for k, n in kinds.items()]
         parts = [f"{k} {amount(n)} ({share(n, self.total)})" for k, n in kinds.items()]
         notes = [f"by kind: {', '.join(parts)}", *self._notes(), *self._left()]
-        return View(self.title, columns, found, notes, _sum("total", found), _rest, bar)
+        return View(self.title, columns, found, notes, _sum("total", found), _sum, bar)
 
     def _notes(self) -> list[str]:
         lines = []
@@ -319,10 +319,6 @@ def rows(entries: Iterable[Entry]) -> list[Row]:
         for (_, module_type, kind, shape, dtype, size), group in groups.items()
     ]
     return sorted(found, key=lambda row: -row.bytes)
-
-
-def _rest(rows: Sequence[Row]) -> Row:
-    return _sum(f"… and {len(rows)} more", rows)
 
 
 def _sum(name: str, rows: Sequence[Row]) -> Row:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fewbit.compiler.joint_graph import JointGraph, Root
 from fewbit.compiler.normal_form import simplify, undo_reshapes
-from fewbit.compiler.report import CompileReport, SavedRow, rows_of
+from fewbit.compiler.report import CompileReport, SavedRow, rows_of, saved_bytes_of
 from fewbit.compiler.rewrite import Copy, Rewriter
 from fewbit.compiler.seeds import counter_of
 from fewbit.convert.settings import ResolvedSettings
@@ -60,11 +60,11 @@ class Partitioner(CustomPartitionerFn):
         rows = _rows(graphs, joint, copies)
         # The two modules share nested graphs, and torch's partitioner changes graphs.
         has_parts = any(isinstance(child, fx.GraphModule) for child in joint_module.children())
-        if copies and not has_parts and recomputable < _total(rows):
+        if copies and not has_parts and recomputable < saved_bytes_of(rows):
             exact_module = fx.GraphModule(joint_module, exact_graph)
             exact = _partition(exact_module, joint_inputs, options)
             exact_rows = _rows(exact, joint, {})
-            if _total(exact_rows) <= _total(rows):
+            if saved_bytes_of(exact_rows) <= saved_bytes_of(rows):
                 graphs, rows = exact, [row._replace(reason=_FEWER) for row in exact_rows]
         self._rows += rows
         self._graphs += 1
@@ -135,7 +135,3 @@ def _partition(module, inputs, options) -> tuple[fx.GraphModule, fx.GraphModule]
 
 def _rows(graphs, joint: JointGraph, copies: Mapping[fx.Node, Copy]) -> list[SavedRow]:
     return [*rows_of(graphs[0], joint.forward_outputs, joint, copies)]
-
-
-def _total(rows: Iterable[SavedRow]) -> int:
-    return sum(row.saved_bytes for row in rows)

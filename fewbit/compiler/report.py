@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,10 +87,10 @@ class CompileReport(Result):
             Column("op", lambda group: group[0][1], "name"),
             Column("count", lambda group: str(len(group[1]))),
             Column("saved as", lambda group: _saved_as(*group[0][2:]), "word"),
-            Column(f"saved, {unit[0]}", lambda group: amount(_sum(group[1]), unit)),
+            Column(f"saved, {unit[0]}", lambda group: amount(saved_bytes_of(group[1]), unit)),
             Column("why exact", lambda group: group[0][3], "text", drop=1),
         )
-        rows = sorted(groups.items(), key=lambda group: -_sum(group[1]))
+        rows = sorted(groups.items(), key=lambda group: -saved_bytes_of(group[1]))
         title = f"{amount(saved)} saved for backward, in place of {amount(exact)}"
         if self.graphs > 1:
             title += f", in {self.graphs} graphs together"
@@ -105,7 +105,8 @@ def _saved_as(bits: int | None, reason: str) -> str:
     return "codes" if reason == _CODES else bits_or_exact(bits)
 
 
-def _sum(rows) -> int:
+def saved_bytes_of(rows: Iterable[SavedRow]) -> int:
+    """Return the bytes that graphs save for tensors together."""
     return sum(row.saved_bytes for row in rows)
 
 

@@ -245,11 +245,6 @@ def name_of_call(path: str, function: str) -> str:
     return f"{path}:{function}"
 
 
-def bits_of_call(function: str, bits: int) -> int:
-    """Return the bits of an activation function's codes: 1 if the derivative has two values, else `bits`."""
-    return 1 if function in TWO_VALUED else bits
-
-
 class FunctionMode(ReplacingMode):
     """The mode in which fewbit's functions run in place of torch's functions in `TABLE`, if gradients are enabled."""
 

@@ -257,11 +257,6 @@ def _is_of(code, module) -> bool:
     return file is None or code.co_filename == file
 
 
-def is_like_an_activation(module: nn.Module) -> bool:
-    """Return whether the module's class is one of torch's activations or a subclass."""
-    return isinstance(module, tuple(ACTIVATIONS))
-
-
 def saves_nothing(module: nn.Module) -> bool:
     """Return whether a converted module saves no input, because its weight needs no gradient."""
     kinds = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, transformers_modules.Conv1D)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from fewbit.convert import kinds
-from fewbit.convert.functions import ACTIVATIONS, QUANTIZED, bits_of_call, name_of_call
+from fewbit.convert.functions import ACTIVATIONS, QUANTIZED, name_of_call
 from fewbit.convert.select import Selected
 from fewbit.convert.swap import is_converted, may_call, name_of_attention
 from fewbit.nn.base import Quantized
+from fewbit.runtime.activations.recomputed import TWO_VALUED
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,9 @@ def _activations(selected: list[Selected]) -> tuple[tuple[str, ...], dict[str, i
                 bits = {path: held.bits}
         elif attribute is None and settings.functional and may_call(module):
             bits = {
-                name_of_call(path, function): bits_of_call(function, settings.activation_bits)
+                name_of_call(path, function): 1
+                if function in TWO_VALUED
+                else settings.activation_bits
                 for function in ACTIVATIONS
             }
         if settings.chooses_activation_bits:

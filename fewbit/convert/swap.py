@@ -189,7 +189,7 @@ def _convert(
     if kind is None:
         is_cell = kinds.is_cell(held)
         everything = settings is not None and settings.make_graph_settings(is_cell) is not None
-        is_reported = whole or kinds.is_like_an_activation(module)
+        is_reported = whole or isinstance(module, tuple(kinds.ACTIVATIONS))
         functional = settings is not None and settings.functional
         reason = kinds.why_not(module, everything, functional) if is_reported else None
         calls_functions = (

@@ -164,9 +164,8 @@ def rrelu(
     """Compute torch.nn.functional.rrelu and save 1 bit per element.
 
     If `training` is set, the state of torch's random generator is saved too (5056 bytes on the CPU, 16 on CUDA), from
-    which the backward pass draws the same slopes: the gradient equals torch's, and `table` is not used. If the state
-    cannot be read (under torch.compile, during the capture of a CUDA graph, on other devices), torch's own function
-    runs.
+    which the backward pass draws the same slopes: the gradient equals torch's. If the state cannot be read (under
+    torch.compile, during the capture of a CUDA graph, on other devices), torch's own function runs.
     """
     if training:
         if bits is None or not needs_grad(input) or not can_replay(input):
@@ -289,8 +288,7 @@ def tanhshrink(
 ) -> Tensor:
     """Compute torch.nn.functional.tanhshrink and save a rotated copy of the input with `bits` bits per element.
 
-    No few levels represent the derivative, about input**2 near 0, at all scales. Codes are saved if `table` is given,
-    for fewer than 64 elements, for parameters, and within transforms of torch.func.
+    No few levels represent the derivative, about input**2 near 0, at all scales. Codes are saved if `table` is given.
     """
     return apply(input, "tanhshrink", (), bits, table)
 

@@ -57,8 +57,7 @@ def batch_norm(
     is quantized, and the input is saved only if the weight needs a gradient.
 
     Args:
-        input: (N, C, *), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, 4 bytes for every
-            `group_size` elements, and a reciprocal standard deviation for each channel.
+        input: (N, C, *), floating. Saved as in `linear`, with a reciprocal standard deviation for each channel.
         running_mean: (C,), or None.
         running_var: (C,), or None.
         weight: (C,), or None.
@@ -273,10 +272,7 @@ def _dequantized_gradients(ctx, grad, kept):
 
 
 def _as_normalized(weight, rstd):
-    """Return (weight, means, reciprocal standard deviations) with which torch's backward functions take the normalized input.
-
-    weight * rstd in place of the weight saves the division of the normalized input by rstd.
-    """
+    """Return (weight * rstd, means, reciprocal standard deviations), for torch's backward functions and the normalized input."""
     rstd = rstd.to(torch.promote_types(rstd.dtype, torch.float32))
     scale = weighted(rstd, weight)
     return scale, constant_like(scale, 0.0), constant_like(scale, 1.0)

@@ -46,20 +46,18 @@ def conv1d(
 ) -> Tensor:
     """Compute torch.nn.functional.conv1d and save the input quantized.
 
-    The gradients of input and bias are exact. The weight's gradient is exact in expectation: its mean over the random
-    rounding is exact (ActNN, long version, appendix B.1). If the weight needs no gradient, the input is not saved.
+    The gradients of input and bias are exact. The weight's gradient is exact in expectation (ActNN, long version, appendix B.1). If the weight needs no gradient, the input is not saved.
 
     Args:
-        input: (N, C, L) or (C, L), float32, float64, float16 or bfloat16. For n elements `4 * bits * ceil(n / 32)`
-            bytes are saved, and 4 bytes for every `group_size` elements.
+        input: (N, C, L) or (C, L), float32, float64, float16 or bfloat16. Saved as in `linear`.
         weight: (out, C / groups, kernel).
         bias: (out,), or None.
         stride: as in torch.
         padding: as in torch.
         dilation: as in torch.
         groups: as in torch.
-        bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group, a multiple of 32.
+        bits: as in `linear`.
+        group_size: as in `linear`.
         quantizer: as in `linear`.
 
     Returns:
@@ -264,10 +262,8 @@ class _Convolution(SavingFunction):
 def weight_cost(reads: int, channels: int, entries, _) -> gradient_errors.Cost:
     """Return the cost of the weight's gradient: D = reads * sum over channels of |g of the channel's group|^2 dx^2.
 
-    Args:
-        reads: the number of elements of the filter that meet one element of the input.
-        channels: the number of channels of the input.
-        entries: |g|^2 of each group; then the result of `gradient_errors.scales2`, if there is a norm.
+    `reads` elements of the filter meet one element of the input. `entries` are |g|^2 of each group, then the result of
+    `gradient_errors.scales2`, if there is a norm.
     """
     grad2, *scales2 = entries
     scales = scales2[0] if scales2 and len(scales2[0]) == channels else None
@@ -279,12 +275,5 @@ def weight_cost(reads: int, channels: int, entries, _) -> gradient_errors.Cost:
 
 
 def most_reads(taps: int, stride: int, dilation: int, steps: int) -> int:
-    """Return the largest number of times that a filter reads one element of the tensor over which it moves.
-
-    Args:
-        taps: the filter's size in one dimension.
-        stride: the stride.
-        dilation: the dilation.
-        steps: the number of positions of the filter.
-    """
+    """Return the largest number of times that a filter of `taps` elements reads one element, in one dimension of `steps` positions."""
     return min(-(-taps * math.gcd(stride, dilation) // stride), steps)

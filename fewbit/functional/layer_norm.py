@@ -67,19 +67,17 @@ def layer_norm(
 ) -> Tensor:
     """Compute torch.nn.functional.layer_norm and save the normalized input quantized.
 
-    The gradient of `bias` is exact, and that of `weight` exact in expectation: its mean over the random rounding is
-    exact. The gradient of `input` is exact in expectation only with `copies=2`, and otherwise biased
+    The gradient of `bias` is exact, and that of `weight` exact in expectation. The gradient of `input` is exact in expectation only with `copies=2`, and otherwise biased
     (docs/concepts/layers.md#bias).
 
     Args:
-        input: (*, *normalized_shape), floating. For n elements `4 * bits * ceil(n / 32)` bytes are saved, 4 bytes for
-            every `group_size` elements, and a reciprocal standard deviation for each row.
+        input: (*, *normalized_shape), floating. Saved as in `linear`, with a reciprocal standard deviation for each row.
         normalized_shape: as in torch.
         weight: a tensor of the shape `normalized_shape`, or None.
         bias: a tensor of the shape `normalized_shape`, or None.
         eps: as in torch.
-        bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group, a multiple of 32.
+        bits: as in `linear`.
+        group_size: as in `linear`.
         copies: 1 or 2, the number of quantized copies that are saved.
         quantizer: as in `linear`.
 
@@ -214,20 +212,9 @@ def per_channel(vector, dims: int):
 def save_and_share(x, y, statistics, weight, bias, copies, quantizer, channels=None, features=None):
     """Quantize the normalized input of a norm, and let later layers use this copy in place of the norm's result y.
 
-    Args:
-        x: the norm's input.
-        y: the norm's result.
-        statistics: (mean, rstd, inner), as `Quantizer.quantize_normalized` takes them.
-        weight: the norm's weight, or None.
-        bias: the norm's bias, or None.
-        copies: the number of copies to save, 1 or 2.
-        quantizer: the norm's quantizer.
-        channels: the dimension of y along which weight and bias extend; None if they have the shape of y's last
-            dimensions.
-        features: the dimensions along which the channels differ (`Quantizer.quantize`), or None.
-
-    Returns:
-        (SavedTensors of the first copy, those of the second copy or None).
+    `statistics` are (mean, rstd, inner) as `Quantizer.quantize_normalized` takes them. `channels` is the dimension of y
+    along which weight and bias extend; None for y's last dimensions. `features` is as in `Quantizer.quantize`. Returns
+    the SavedTensors of the first copy, and those of the second copy or None.
     """
     if preactivation.can_save_fixed_point(quantizer, x, statistics[1], weight, bias, copies):
         fixed = preactivation.save_fixed_point(quantizer, x, y, *statistics, weight, bias, channels)

@@ -40,8 +40,7 @@ def cross_entropy(
 ) -> Tensor:
     """Compute torch.nn.functional.cross_entropy and save the probabilities quantized.
 
-    The loss is torch's to the bit. The gradient is linear in the probabilities, and therefore exact in expectation: its
-    mean over the random rounding is exact. With 2 bits, its squared error is at most 1.1 % of its square
+    The loss is torch's to the bit. The gradient is linear in the probabilities, and therefore exact in expectation. With 2 bits, its squared error is at most 1.1 % of its square
     (`benchmarks/results/cross_entropy.json`). If the target has probabilities of classes, or if `weight` needs a
     gradient, torch's own function runs, which saves the logarithms of all probabilities.
 
@@ -55,7 +54,7 @@ def cross_entropy(
         reduction: "mean", "sum" or "none".
         label_smoothing: as in torch, 0 to 1.
         bits: bits per saved probability, 1 to 8.
-        group_size: the number of elements in a group, a multiple of 32.
+        group_size: as in `linear`.
         quantizer: as in `linear`, but None stands for "uniform".
 
     Returns:
@@ -215,10 +214,10 @@ class _CrossEntropy(SavingFunction):
 
     @staticmethod
     def backward(ctx, grad):
-        """Compute the gradient of the logits x_j of one row, whose target is y, from the probabilities p_j.
+        """Compute the gradient of the logits, p_j sum_i t_i - t_j in a row with probabilities p_j and target y.
 
-        The loss of the row is the sum of -t_j log p_j with t_j = (1 - e) w_y [j = y] + e / C w_j, for the weights w of
-        the C classes and the label smoothing e. The gradient is p_j sum_i t_i - t_j.
+        The row's loss is the sum of -t_j log p_j with t_j = (1 - e) w_y [j = y] + e / C w_j, for the weights w of the C
+        classes and the label smoothing e.
         """
         kept = copies.Kept(ctx)
         result, target = kept.values("probabilities", grad.dtype), kept.tensor("target")

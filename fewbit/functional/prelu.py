@@ -37,14 +37,13 @@ def prelu(
     """Compute torch.nn.functional.prelu and save the input's signs and negative part.
 
     The signs of n elements take `4 * ceil(n / 32)` bytes, and the input's gradient equals torch's to the bit. If the
-    weight needs a gradient, min(input, 0) is saved quantized; its gradient is exact in expectation: its mean over the
-    random rounding is exact.
+    weight needs a gradient, min(input, 0) is saved quantized; its gradient is exact in expectation.
 
     Args:
         input: (N, C, ...), floating.
         weight: (1,) or (C,), the slopes for negative elements.
-        bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group, a multiple of 32.
+        bits: as in `linear`.
+        group_size: as in `linear`.
         quantizer: as in `linear`.
 
     Returns:
@@ -101,10 +100,8 @@ class _PReLU(SavingFunction):
     def gradient_errors(ctx, kept, grad, results, errors):
         """Return the error of the weight's gradient, the sum of g min(x, 0).
 
-        In a rotated copy all elements have errors of the same variance, but with saved signs only the negative ones
-        count: D = |g|^2 dx^2, with g at these. In a uniform copy only negative elements have errors, because 0 is an
-        end of the range: D = (elements) / (negative elements) * |g at negative elements|^2 dx^2. Copies of a slot
-        codec, which may keep zeros too, count as uniform.
+        With g at the negative elements, D = |g|^2 dx^2 in a rotated copy. In a uniform copy, and that of a slot codec,
+        only negative elements have errors, and D is multiplied by (elements) / (negative elements).
         """
         dims = tuple(range(grad.dim()))
         has_signs = ctx.needs_input_grad[0]

@@ -46,15 +46,15 @@ def matmul(
 ) -> Tensor:
     """Compute torch.matmul and save both factors quantized.
 
-    Both gradients are exact in expectation: their means over the random rounding are exact. A leaf of the autograd
-    graph, such as a parameter, and a view of a leaf are saved unquantized. If only one factor needs a gradient, torch's
-    own function runs, which saves the other factor unquantized.
+    Both gradients are exact in expectation. A leaf of the autograd graph, such as a parameter, and a view of a leaf are
+    saved unquantized. If only one factor needs a gradient, torch's own function runs, which saves the other factor
+    unquantized.
 
     Args:
         input: a floating tensor of two dimensions or more.
         other: a floating tensor of two dimensions or more, whose leading dimensions broadcast as in torch.
-        bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group, a multiple of 32.
+        bits: as in `linear`.
+        group_size: as in `linear`.
         quantizer: as in `linear`.
 
     Returns:
@@ -181,8 +181,8 @@ def swiglu(
     Args:
         gate: a floating tensor of any shape.
         up: a floating tensor of a shape that broadcasts with gate's. It is saved only if gate needs a gradient.
-        bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group, a multiple of 32.
+        bits: as in `linear`.
+        group_size: as in `linear`.
         quantizer: as in `linear`.
 
     Returns:
@@ -224,8 +224,7 @@ def reglu(
 ) -> Tensor:
     """Compute relu(gate) * up, and save relu(gate) and up quantized and the sign of gate in 1 bit per element.
 
-    Arguments are as in `swiglu`. The gradients are exact in expectation: their means over the random rounding are
-    exact.
+    Arguments are as in `swiglu`. The gradients are exact in expectation.
     """
     return gated(gate, up, "relu", quantizer=quantizer_of(bits, group_size, quantizer))
 
@@ -285,12 +284,8 @@ def gated(
 ) -> Tensor:
     """Compute activation(gate) * up, and save the same tensors as `swiglu`, or as `reglu` if the activation is "relu".
 
-    Args:
-        gate: as in `swiglu`.
-        up: as in `swiglu`.
-        activation: "silu", "gelu", "gelu_tanh" or "relu".
-        function: the function that computes the activation in the forward pass; None for torch's own function.
-        quantizer: quantizes the saved tensors.
+    `activation` is "silu", "gelu", "gelu_tanh" or "relu". `function` computes it in the forward pass; None for torch's
+    own.
     """
     if shards.runs_on_shards(gate):
         local = partial(gated, activation=activation, function=function, quantizer=quantizer)

@@ -42,8 +42,8 @@ def softmax(
         dim: as in torch. If it is None, torch chooses a dimension and warns.
         _stacklevel: the stack level of that warning, as in torch.
         dtype: the dtype of the result and of the computation, as in torch.
-        bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group, a multiple of 32.
+        bits: as in `linear`.
+        group_size: as in `linear`.
         quantizer: as in `linear`, but None stands for "uniform".
 
     Returns:
@@ -72,7 +72,7 @@ def log_softmax(
 ) -> Tensor:
     """Compute torch.nn.functional.log_softmax and save the probabilities quantized.
 
-    Arguments are as in `softmax`. The gradient is exact in expectation: its mean over the random rounding is exact.
+    Arguments are as in `softmax`. The gradient is exact in expectation.
     """
     quantizer = quantizer_of(bits, group_size, quantizer)
     if not is_differentiated(input):

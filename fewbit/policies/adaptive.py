@@ -38,14 +38,12 @@ class SlotVariance(Record):
     Args:
         is_known: whether all gradients that depend on the slot were measured.
         elements: the number of elements in one forward pass, of all processes.
-        samples: the number of samples in one process among which the slot's bits are divided; 0 if all samples have the
-            same bits.
+        samples: the number of samples in one process among which the slot's bits are divided, or 0.
         sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(quantizer, bits)`.
         at_one: the variance that rounding to 1 bit per element would add, as measured.
         weight: the relative variance (`runtime/probes/measurements.py`), which decides the bits, divided by the
             variance.
-        spread: the sensitivities of the samples, sorted and cut into SPREAD parts of nearly equal size: the mean of
-            each part, then zeros. None if all samples have the same bits.
+        spread: as in `RoundingEffect`.
         missed: the number of measurements since the slot was last measured.
     """
 
@@ -67,10 +65,6 @@ class SlotVariance(Record):
     def key(self) -> tuple[str, int]:
         """The name of the slot."""
         return self.name, self.input
-
-    def is_adjustable(self) -> bool:
-        """Return whether the policy chooses the slot's bits."""
-        return self.is_known and not self.is_fixed
 
     def parts(self) -> list[float]:
         """Return each part's share of `sensitivity`, for parts as in `spread`."""
@@ -153,8 +147,7 @@ class AdaptivePolicy(ProbingPolicy):
 
     Args:
         bits: the average number of bits per element, over all slots whose bits the user did not give.
-        sizes: {slot: number of elements} of the slots to which the average applies; None for all slots, with their
-            latest sizes.
+        sizes: {slot: number of elements} of the slots to which the average applies; None for all slots.
         budget: the bytes from which `bits` and `sizes` were computed (`Budget`), or None.
     """
 
@@ -239,8 +232,7 @@ class AdaptivePolicy(ProbingPolicy):
 def allocated(knowledge: VarianceKnowledge) -> dict[tuple[str, int], float]:
     """Return {slot: average bits} of the slots whose bits the policy chooses, from ActNN's optimization problem (10).
 
-    The samples of a slot are divided into parts with similar sensitivities, and each part counts as a tensor of its
-    own.
+    Each part of a slot's samples with similar sensitivities counts as a tensor of its own.
     """
     sizes = None
     if knowledge.sizes is not None:
@@ -248,7 +240,7 @@ def allocated(knowledge: VarianceKnowledge) -> dict[tuple[str, int], float]:
     owners, variances, elements = [], [], []
     for name, slot in knowledge.slots.items():
         size = slot.elements if sizes is None else sizes.get(name, 0)
-        if not slot.is_adjustable() or not size:
+        if slot.is_fixed or not slot.is_known or not size:
             continue
         parts = slot.parts()
         owners += [name] * len(parts)

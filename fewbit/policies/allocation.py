@@ -17,23 +17,19 @@ _LARGE = 16
 
 
 def allocate(variances, elements, budget: int, least=MIN_BITS, most=MAX_BITS):
-    """Return the bits of each tensor by ActNN's greedy algorithm, in O(n log n).
+    """Return the bits of each tensor, (n,) uint8, by ActNN's greedy algorithm, in O(n log n).
 
     All tensors start at `most` bits. In each step the tensor whose variance rises least per element loses a bit, until
     the budget is met. Bits that are left over go to the tensors whose variance falls most. Since one bit of a large
-    tensor may be much more than the budget needs, the algorithm also runs with each number of bits of one large tensor,
-    and the best result is returned.
+    tensor may be much more than the budget needs, the algorithm also runs with each number of bits of one large tensor.
 
     Args:
         variances: (n, 8) finite floats, 0 or more. Entry [i, b - 1] is the variance that rounding tensor i to b bits
             adds.
-        elements: (n,) integers, 0 or more: the number of elements of each tensor.
+        elements: (n,) integers, 0 or more.
         budget: the number of bits of all elements together.
         least: the fewest bits per element of a tensor.
         most: the most bits per element of a tensor.
-
-    Returns:
-        (n,) uint8, the bits per element of each tensor.
 
     Raises:
         InputError: an argument is not as described here, or the budget is below least * sum(elements).

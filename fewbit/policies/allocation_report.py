@@ -22,7 +22,7 @@ class Allocated(NamedTuple):
         bits: Bits per element, on average.
         is_fixed: Whether the user gave the bits.
         elements: The number of elements that all processes together save in one forward pass.
-        samples: The number of samples among which the bits are divided; 0 if all samples have the same bits.
+        samples: The number of samples among which the bits are divided, or 0.
         sensitivity: The variance that rounding adds to the gradient of all parameters, divided by the relative
             distortion of the bits.
         quantizer: The kind of the tensor's copies, one of `fewbit.config.KINDS`.

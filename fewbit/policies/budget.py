@@ -43,10 +43,7 @@ class _Saved(NamedTuple):
 
 
 class SizeProbe:
-    """A probe that counts the elements of each slot whose bits a policy may choose.
-
-    Tensors of checkpointed regions, and of a backward pass within the forward pass, are not counted.
-    """
+    """A probe that counts the elements of each slot whose bits a policy may choose, outside of checkpointed regions."""
 
     def __init__(self):
         self._saved: list[_Saved] = []
@@ -83,11 +80,7 @@ class SizeProbe:
         """Do nothing: sizes are known before the backward pass."""
 
     def fit(self, budget: int, saved: int) -> AverageOfBudget:
-        """Return how many bits per element fit a budget.
-
-        Args:
-            budget: the bytes that the forward pass may save.
-            saved: the bytes that the counted forward pass has saved.
+        """Return how many bits per element fit a budget, after a forward pass that saved `saved` bytes.
 
         Raises:
             InputError: there is no saved tensor whose bits can change.

@@ -35,14 +35,12 @@ def make_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
 
 
 def checked_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
-    """Return `make_policy(config, facts)`. Check that the configuration's attributes fit the policy.
+    """Return `make_policy(config, facts)`, checked against the configuration's `has_policy` and `adapts`.
 
-    Layers ignore the policy if `has_policy` is False. If `adapts` is False they ignore its `averages`, so it only
-    divides a tensor's bits among samples.
+    Without `has_policy`, layers ignore the policy; without `adapts`, they ignore its `averages`.
 
     Raises:
-        InputError: `has_policy` or `adapts` does not fit the policy, or no function is registered for the
-            configuration.
+        InputError: an attribute does not fit the policy, or no function is registered for the configuration.
     """
     policy = make_policy(config, facts)
     has_policy = policy is not None

@@ -33,8 +33,7 @@ class ProbeRun:
 
     Args:
         path: the path of the module whose forward pass was measured.
-        since: the step of the measured forward pass; once the results are sent to the host, the step in which they were
-            sent.
+        since: the step of the measured forward pass; later the step in which the results were sent to the host.
         probe: the probe; None if `result` was loaded from a state.
         is_sent: whether the copy of the probe's numbers to the host was started.
         result: the result if it was loaded from a state, merged over all processes if `is_merged`.
@@ -54,8 +53,8 @@ class ProbeRun:
     def is_ready(self, step: int, path: str) -> bool:
         """Return whether the next stage of the measurement can begin: sending the results, or learning from them.
 
-        With several processes the answer depends only on numbers of steps and on the path, so that it is the same in
-        all of them.
+        The answer must be the same in all processes, so with several it depends only on numbers of steps and on the
+        path.
         """
         if self.probe is None or self.is_sent:
             is_here = self.probe is None or self.probe.is_there()
@@ -67,8 +66,7 @@ class ProbeRun:
     def is_stale(self, step: int, path: str) -> bool:
         """Return whether to replace this measurement by a new one, because the backward pass has not come.
 
-        It waits for PATIENCE steps, or until the same module runs forward again. With several processes, `is_ready`
-        ends the wait instead.
+        It waits for PATIENCE steps, or until the same module runs forward again.
         """
         if self.probe is None or self.is_sent or self.groups:
             return False
@@ -161,9 +159,7 @@ class ProbingPolicy(BitPolicy):
         raise NotImplementedError
 
     def fit(self, knowledge: Record, settings: Mapping) -> Record:
-        """Return the part of the knowledge in a controller's state that is of use to this policy.
-
-        `settings` are those of the policy that made the state.
+        """Return the part of a controller's state that is of use to this policy; `settings` are those of its policy.
 
         Raises:
             InputError: the knowledge is about another model.
@@ -262,10 +258,7 @@ class ProbingPolicy(BitPolicy):
         return {}
 
     def state_dict(self) -> dict:
-        """Return the state: plain numbers and strings, and tensors if the user has numbered the samples.
-
-        The policy does not change, so one of several processes may call this method alone.
-        """
+        """Return the state: plain numbers and strings, and tensors if the user has numbered the samples."""
         with self._lock:
             run = self._loaded if self._run is None else self._run.pending()
         pending = None
@@ -280,8 +273,7 @@ class ProbingPolicy(BitPolicy):
         """Continue from a state, with this policy's own settings.
 
         Raises:
-            InputError: the state is from another policy or model, or has entries of other types. The policy has not
-                changed.
+            InputError: the state is invalid or from another policy or model. The policy has not changed.
         """
         self._check_kind(state)
         schedule = read_fields(Schedule, state["schedule"], "schedule")

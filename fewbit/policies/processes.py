@@ -15,11 +15,7 @@ All processes have to use the numbers in the same step, so no process may use th
 
 
 def groups_of(module) -> tuple:
-    """Return the process groups over which measurements are gathered; () for a single process.
-
-    Processes of tensor parallelism must choose the same bits too, or the gradients of replicated parameters would
-    differ.
-    """
+    """Return the process groups over which measurements are gathered, with those of tensor parallelism; () for one process."""
     groups = process_groups(module) if is_distributed_run() else ProcessGroups()
     return groups.data + groups.tensor
 

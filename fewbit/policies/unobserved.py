@@ -25,8 +25,8 @@ REASONS = {
 class Unobserved:
     """The list of the layers that were reported because a policy cannot measure what they save.
 
-    Compiled layers are reported only once, when they are traced, so they stay in the list. Other layers are removed
-    after FORGOTTEN measurements without another report.
+    Compiled layers are reported only once, when they are traced. Other layers are removed after FORGOTTEN measurements
+    without another report.
     """
 
     def __init__(self):

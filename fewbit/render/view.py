@@ -60,7 +60,8 @@ class View:
         notes: Lines of text below the table. A line that begins with the title of a column and a colon is shown in a terminal only
             together with this column.
         total: A row for the last line, if any.
-        rest: A function of the rows for which a long table has no room, which returns one row for them. If None, all rows are shown.
+        rest: A function (name, rows) that returns one row of this name for the rows for which a long table has no room. If
+            None, all rows are shown.
         bar: (label, fraction of the whole, color) for each part of a bar, for HTML.
         figure: A function that makes a matplotlib Figure, for HTML.
         more: Further views, which are shown below this view.
@@ -73,7 +74,7 @@ class View:
     rows: Sequence = ()
     notes: Sequence[str] = ()
     total: Any = None
-    rest: Callable[[Sequence], Any] | None = None
+    rest: Callable[[str, Sequence], Any] | None = None
     bar: Sequence[tuple[str, float, str]] = ()
     figure: Callable[[], Any] | None = None
     more: Sequence[View] = ()
@@ -92,7 +93,8 @@ class View:
         count = most if is_cut else len(self.rows)
         yield from (self._line(row) for row in self.rows[:count])
         if is_cut:
-            yield self._line(self.rest(self.rows[count:]), "dim")
+            rest = self.rows[count:]
+            yield self._line(self.rest(f"… and {len(rest)} more", rest), "dim")
         if self.total is not None:
             yield self._line(self.total, "bold")
 

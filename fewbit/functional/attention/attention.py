@@ -67,8 +67,8 @@ def scaled_dot_product_attention(
         is_causal: as in torch.
         scale: as in torch.
         enable_gqa: as in torch.
-        bits: bits per saved element, 1 to 8.
-        group_size: the number of elements in a group, a multiple of 32.
+        bits: as in `linear`.
+        group_size: as in `linear`.
         quantizer: as in `linear`.
 
     Returns:
@@ -86,7 +86,7 @@ class How(NamedTuple):
     """The settings of one call of attention; the first four are torch's.
 
     Attributes:
-        repeats: how many times each head of key and value occurs, as transformers repeats them for grouped queries.
+        repeats: how many times each head of key and value occurs.
         weighed: whether to return the probabilities too, as torch.nn.functional.multi_head_attention_forward computes
             them. If True, scale, is_causal, enable_gqa and repeats must have their default values.
     """
@@ -100,23 +100,11 @@ class How(NamedTuple):
 
 
 def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: Quantizer):
-    """Compute attention and save query, key and value quantized.
+    """Compute attention and save query, key and value quantized; see `scaled_dot_product_attention`.
 
-    Args:
-        query: as in `scaled_dot_product_attention`.
-        key: as in `scaled_dot_product_attention`.
-        value: as in `scaled_dot_product_attention`.
-        attn_mask: as in `scaled_dot_product_attention`.
-        position_bias: None, or a floating tensor that is added to the scores, of a shape that broadcasts to (N, ...,
-            Hq, L, S). It is saved apart from the mask, because other layers usually save the same two tensors.
-        how: the settings of the call.
-        quantizer: quantizes the saved tensors.
-
-    Returns:
-        The result, or (result, probabilities) if `how.weighed`.
-
-    Raises:
-        InputError: `how.weighed`, within torch's `context_parallel`.
+    `position_bias` is None, or a floating tensor that is added to the scores, saved apart from the mask, because other
+    layers usually save the same two tensors. Returns the result, or (result, probabilities) if `how.weighed`, which
+    raises InputError within torch's `context_parallel`.
     """
     inputs = query, key, value, attn_mask, position_bias
     if type(query) not in PLAIN_CLASSES and shards.runs_on_shards(query):
@@ -258,9 +246,8 @@ class _Attention(SavingFunction):
 def _without_mean(x):
     """Return keys or values minus their mean over the keys, which often is their largest part.
 
-    No gradient depends on the mean. If one vector is subtracted from all keys, all scores of a query change by the same
-    number, so no probability changes. If one vector is subtracted from all values, the gradients of a query's
-    probabilities change by the same number, which softmax's backward removes.
+    No gradient depends on the mean: it changes all scores of a query, or all gradients of its probabilities, by one
+    number.
     """
     return x - x.mean(-2, keepdim=True)
 
@@ -321,11 +308,7 @@ def _autocast(x) -> torch.dtype | None:
 
 @contextmanager
 def _choosing():
-    """Enable gradients, so that torch chooses the same kernel as outside of an autograd Function.
-
-    torch's choice depends on whether the inputs need a gradient: on CUDA always, on other devices if the mask needs
-    one. The graph that torch then builds is never differentiated.
-    """
+    """Enable gradients, so that torch chooses the same kernel as outside of an autograd Function."""
     if torch.compiler.is_compiling():
         yield
         return

@@ -33,16 +33,8 @@ def gradients(query, key, value, grad, is_causal: bool, scale: float | None):
         S = scale q transpose(k)     P = softmax(S)     D = g transpose(v)     T = P (D - sum(P D))
         gradient of q = scale T k    gradient of k = scale transpose(T) q      gradient of v = transpose(P) g
 
-    P D and P (D - ...) are products of elements, and the sum runs over the keys of a query. These are five matrix
-    products and one exponential of each score; a second run of torch's attention and its derivative take seven and two.
-
-    Args:
-        query: (..., L, E) float32, on the CPU.
-        key: (..., S, E) float32.
-        value: (..., S, Ev) float32.
-        grad: the gradient of the result, (..., L, Ev) float32.
-        is_causal: as in torch.
-        scale: as in torch.
+    P D and P (D - ...) are products of elements, and the sum runs over the keys of a query. The tensors are float32 on
+    the CPU: query (..., L, E), key (..., S, E), value (..., S, Ev) and grad (..., L, Ev).
     """
     if scale is None:
         scale = 1 / math.sqrt(max(query.shape[-1], 1))  # without entries, all scores are 0

@@ -38,10 +38,9 @@ def pow(input: Tensor, exponent, *, quantizer: Quantizer) -> Tensor:
 def exp(input: Tensor, *, quantizer: Quantizer) -> Tensor:
     """Compute torch.exp and save the result quantized, if no element is above 1; otherwise unquantized.
 
-    Results of at most 1 are decays or differences from a maximum. Most are close to 0, which a uniform copy restores
-    almost exactly; beside large elements, the errors of small ones would make gradients useless. The result is saved
-    unquantized on a GPU, because the host would wait for the largest element, and in a checkpointed region, whose
-    recomputation from rounded inputs may find another largest element.
+    Results of at most 1 are decays or differences from a maximum, mostly close to 0, which a uniform copy restores
+    almost exactly. The result is saved unquantized on a GPU, because the host would wait for the largest element, and
+    in a checkpointed region, whose recomputation may find another largest element.
     """
     if not is_differentiated(input) or not input.is_floating_point():
         return torch.exp(input)

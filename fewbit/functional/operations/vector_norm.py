@@ -25,8 +25,8 @@ def vector_norm(
 ) -> Tensor:
     """Compute torch.linalg.vector_norm, and save the unit vectors quantized if the length is Euclidean.
 
-    The gradient of x, g x / n for the length n, is exact in expectation. A copy of x itself would have a large error
-    for a small n. torch's own function runs for another `ord` than 2, and if `dtype` or `out` is given.
+    The gradient of x, g x / n for the length n, is exact in expectation. torch's own function runs for another `ord`
+    than 2, and if `dtype` or `out` is given.
     """
     is_usual = ord == 2 and dtype is None and out is None and input.is_floating_point()
     if not is_usual or not is_differentiated(input) or is_in_memory(input):

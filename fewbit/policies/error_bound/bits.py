@@ -21,8 +21,8 @@ TOLERANCE = 1e-9
 def least_average(squares, samples: int, elements: int, limit: float, kind: str) -> float | None:
     """Return the lowest average number of bits with which the mean squared error is at most `limit`, or None.
 
-    `squares` has the `squares` of the samples in rising order, one number for each part of `sizes(samples)`. If
-    `samples` is 0, all elements have the same whole number of bits.
+    `squares` are those of the samples in rising order, one number for each part of `sizes(samples)`. Without `samples`,
+    all elements have the same whole number of bits.
     """
     parts, noise = sizes(samples), _noise(kind)
     allowed = limit * elements

@@ -30,16 +30,14 @@ class Bounded(NamedTuple):
             or "worst case" for activations.
         dx: The root mean square error that the saved tensor may have; for an activation, the largest error of the table
             that replaces the derivative f'.
-        kept: "bits", "exact", or the name of the codec that saved the tensor. The codecs "jpeg" and "quant+zvc" leave
-            some tensors to the codec "quant".
-        bits: Bits per element on average; None if the tensor is saved exactly. With a codec, all bytes of the tensor in
-            the latest step of this process count; None before the first step.
+        kept: "bits", "exact", or the name of the codec that saved the tensor.
+        bits: Bits per element on average, with a codec of all bytes in this process's latest step; None if the tensor
+            is saved exactly, or before the first step.
         elements: The number of elements that all processes together save in one forward pass; None for activations.
         is_fixed: Whether the user gave the bits.
         is_met: False if the error is larger than allowed, because of bits that the user gave, or because the most bits
             of an activation's table are not enough.
-        ratio: The largest E|g^|^2 / E|g|^2 of the gradients that depend on the tensor (`monitor.py`); None before the
-            first such measurement.
+        ratio: The largest E|g^|^2 / E|g|^2 of the gradients that depend on the tensor, or None.
     """
 
     name: str
@@ -64,8 +62,7 @@ class Bounds(Rows):
             None with another configuration.
         ratio: E|g^|^2 / E|g|^2 over all layers as measured by the monitor; None before the first measurement.
         empty: The line that is shown if there are no rows.
-        unobserved: {path of a layer: the reason why the policy cannot measure what the layer saves}. These layers have
-            8 bits.
+        unobserved: {path of a layer with 8 bits: the reason why the policy cannot measure what it saves}.
         ended: The reason why the model is not trained any more, or "".
     """
 

@@ -28,7 +28,7 @@ class BitChoice(NamedTuple):
     Args:
         average: bits per element; None if a codec saves the slot, or if it is saved exactly.
         dx2: the largest mean squared error of the slot's elements that the bound allows (dx*^2).
-        constraint: the gradient constraint from which `dx2` follows, or None if no gradient depends on the slot.
+        constraint: the gradient constraint from which `dx2` follows, or None.
     """
 
     average: float | None
@@ -47,7 +47,7 @@ def choose(knowledge: BoundKnowledge, bound: ErrorBound, given: Mapping[str, int
     """Return the choices that follow from the policy's knowledge; `given` has the bits of activations that the user gave.
 
     Raises:
-        FewbitError: there is no table for an activation's function with the activation's parameters.
+        FewbitError: there is no table for an activation.
     """
     slots = {
         name: choose_bits(slot, bound)

@@ -18,7 +18,7 @@ class ExactCodec:
 
 @dataclass
 class PayloadStats:
-    """The size of the latest tensor that a codec has saved for one input of a layer: bits per element, and the codec's name."""
+    """The bits per element of the latest tensor that a codec has saved for one slot, and the codec's name."""
 
     bits: float | None = None
     codec: str | None = None
@@ -26,13 +26,10 @@ class PayloadStats:
 
 @dataclass(frozen=True)
 class BoundedCodec:
-    """A codec that saves tensors within a bound on the mean squared error of their elements.
+    """A codec, by its name in `fewbit.runtime.codecs`, that saves tensors within a `bound` on the mean squared error.
 
-    Args:
-        name: the codec's name in `fewbit.runtime.codecs`.
-        bound: the largest mean squared error that is allowed.
-        channels: the same for each channel (dimension 1), in place of `bound` for a tensor with as many channels, or
-            None.
+    `channels` are bounds of the channels (dimension 1), in place of `bound` for a tensor with as many channels, or
+    None.
     """
 
     name: str

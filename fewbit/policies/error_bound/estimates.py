@@ -70,8 +70,7 @@ class ConstraintEstimate(Record):
     def dx2(self, e2: float, window: str) -> float:
         """Return the largest mean squared error of the saved tensor that this constraint allows.
 
-        `window` "mean" takes the means of V^2 and of the squared coefficients over the measurements, "max" the mean of
-        V^2 and the largest squared coefficients.
+        `window` "mean" takes means over the measurements, "max" the largest squared coefficients.
         """
         if not self.rows:
             return math.inf
@@ -87,9 +86,8 @@ class TensorEstimate(Record):
 
     Args:
         spreads: `TensorNorms.squares` of each measurement, divided by the number of elements of a sample.
-        weights: the weights by which bits are divided among channels, averaged over measurements; None for equal
-            weights.
-        weighed: the number of measurements in the average `weights`, at most HISTORY.
+        weights: the mean weights by which bits are divided among channels; None for equal weights.
+        weighed: the number of measurements in `weights`, at most HISTORY.
         missed: the number of measurements since the slot was last measured.
     """
 
@@ -148,7 +146,7 @@ class TensorEstimate(Record):
     def excess(self, limit: float, of_parameters: bool, is_exact: bool) -> tuple[float, float]:
         """Return the mean of |g^|^2 - limit |g|^2 over the monitor's measurements, and the square of its standard error.
 
-        With fewer than LEAST_SEEN measurements, the standard error is taken to be as large as the mean.
+        That of fewer than LEAST_SEEN measurements is taken to be as large as the mean.
         """
         if is_exact:
             pair = self.pairs(is_exact=True)[not of_parameters]
@@ -200,11 +198,8 @@ class ActivationEstimate(Record):
 class BoundKnowledge(Record):
     """All that the error-bound policy has learned.
 
-    Args:
-        slots: the estimates of slots, by name.
-        activations: the estimates of activations, by name.
-        next: the position, in the order of `slots`, of the slot with which the monitor's next measurement begins.
-        has_warned: whether the user was warned that gradients exceed the bound.
+    `next` is the position, in the order of `slots`, of the slot with which the monitor's next measurement begins.
+    `has_warned` says whether the user was warned that gradients exceed the bound.
     """
 
     slots: Mapping[tuple[str, int], TensorEstimate] = field(default_factory=dict)

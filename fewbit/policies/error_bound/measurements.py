@@ -17,13 +17,13 @@ from fewbit.runtime.probes.gradient_errors import Cost, GradientError
 
 @dataclass
 class MeasuredTensor:
-    """The measurements of one saved tensor of a layer. A layer that is called several times saves several tensors of one slot.
+    """The measurements of one saved tensor of a layer, of which a slot may have several.
 
     Args:
         has_samples: whether the tensor's bits are divided among its samples.
         errors: (rows,) the sum of squared rounding errors in each entry of dimension 0.
         error: 0-D, the root of the sum of all squared errors.
-        squares: 0-D, `QuantizationRecord.squares`, from which the errors for any number of bits follow.
+        squares: 0-D, `QuantizationRecord.squares`.
         deviation: 0-D, the standard deviation of the noise with which the effect of errors is measured.
     """
 
@@ -61,8 +61,8 @@ class Share(NamedTuple):
 
     Args:
         cost: the squared error of the gradient as a function of the slot's error.
-        v2: the squared norm without errors: the measured squared norm, minus the expected squared error.
-        slots: the number of slots on which the gradient depends, among which its allowed error is divided equally.
+        v2: the measured squared norm, minus the expected squared error.
+        slots: the number of slots on which the gradient depends.
     """
 
     found: MeasuredGradient
@@ -114,11 +114,10 @@ def monitored_norms(host, shares: list[Share]) -> tuple[MonitoredNorms, ...]:
 def constraints_of(
     host, shares: list[Share], tried: float
 ) -> list[tuple[GradientConstraint, list[float] | None]]:
-    """Return pairs (constraint on the error of one slot, effects of the slot's channels), one for each label and kind.
+    """Return pairs (constraint on the error of one slot, effects of the slot's channels or None), one for each label and kind.
 
-    The effects are in proportion to each channel's part of the gradient's squared error; None without channels. `tried`
-    is the variance of the noise, averaged over all elements of the slot. The errors of several tensors of the slot are
-    assumed to remain in the proportions of their noise when the bits change.
+    `tried` is the variance of the noise, averaged over all elements of the slot. The errors of its tensors are assumed
+    to remain in the proportions of their noise when the bits change.
     """
     by_label = {}
     for share in shares:
@@ -148,8 +147,7 @@ def _sum_of_channels(costs: list[list[float]]) -> list[float] | None:
 def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) -> tuple | None:
     """Return the weights of a slot's channels, with mean 1, or None if all have the same weight.
 
-    The largest part of first^2 / V^2 of a gradient that comes from the channel decides. `costs` is from
-    `constraints_of`.
+    The largest part of first^2 / V^2 of a gradient that comes from the channel decides.
     """
     costs = [pair for pair in costs if pair[0].v2 > 0 and pair[0].first > 0]
     lengths = {len(channels) for _, channels in costs if channels is not None and sum(channels) > 0}

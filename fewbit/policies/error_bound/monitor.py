@@ -19,9 +19,9 @@ Slots = Mapping[tuple[str, int], TensorEstimate]
 
 
 def turn_of(slots: Slots, start: int, exact: Container) -> list[tuple[str, int]]:
-    """Return the slots that the next measurement compares; their exact values take no more memory than the largest slot's.
+    """Return the slots that the next measurement compares, from position `start` on, without those in `exact`.
 
-    `start` is the position of the slot to begin with, and slots in `exact` are saved exactly.
+    Their exact values take no more memory than the largest slot's.
     """
     names, taken = list(slots), []
     sizes = {
@@ -43,8 +43,8 @@ def next_start(
 ) -> int:
     """Return the position of the slot with which the monitor's next measurement begins: the first that was not reached.
 
-    The arguments are the result of `turn_of`, its start, the knowledge of all slots before and after the measurement,
-    and the slots that it measured.
+    `turn` is the result of `turn_of`; `before` and `now` are the slots known before and after, and `seen` those
+    measured.
     """
     if not turn:
         return start

@@ -37,7 +37,7 @@ def merged_kind(kinds: list[str]) -> str:
 class GradientConstraint(Record):
     """A constraint D <= e2 V^2 on the squared error D = (first dx + second dx^2)^2 of one gradient; dx^2 is a slot's mean squared error.
 
-    If the gradient depends on several slots, D is multiplied by their number, which divides the allowed error equally.
+    If the gradient depends on several slots, D is multiplied by their number.
 
     Args:
         label: the input or parameter whose gradient it is, such as "weight", after the name of the layer if another
@@ -78,7 +78,7 @@ class TensorNorms(Record):
     Args:
         average: the bits per element with which the slot was saved.
         is_fixed: whether the user gave these bits.
-        samples: the number of samples among which the bits are divided; 0 if all samples have the same bits.
+        samples: the number of samples among which the bits are divided, or 0.
         squares: the `squares` of the samples in rising order, cut into SPREAD parts of nearly equal size: the mean of
             each part, then zeros. If `samples` is 0, the first number is the sum for the whole tensor.
         error2: the mean squared error of the elements.
@@ -87,7 +87,7 @@ class TensorNorms(Record):
         channel_weights: 1 / dx*^2 of each channel (dimension 1), scaled to mean 1; None for equal weights.
         is_known: whether all gradients that depend on the slot were measured.
         monitored: the squared norms of gradients that were also computed from exact values.
-        quantizer: the kind of the copies that the group quantizer makes for the slot.
+        quantizer: the kind of the copies that the group quantizer makes.
     """
 
     name: str

@@ -39,7 +39,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         names: the names of all layers and functions that may save quantized tensors, the same in every process.
         channels: {layer: number of channels} of layers whose input has channels.
         activations: the names of few-bit activations whose bits the policy chooses.
-        given: {name: bits} of few-bit activations whose bits the user gave.
+        given: {name: bits} of the other few-bit activations.
     """
 
     kind = "ErrorBound"
@@ -195,10 +195,9 @@ class ErrorBoundPolicy(ProbingPolicy):
             check_layer(layer, self._layers)
 
     def fit(self, knowledge: BoundKnowledge, settings: Mapping) -> BoundKnowledge:
-        """Return the part of the knowledge in a controller's state that is of use to this policy.
+        """Return the part of a controller's state that is of use to this policy.
 
-        Activations whose bits this policy neither chooses nor checks are left out, and under other settings the
-        measurements of the monitor, because they were made with other bits.
+        Under other settings the measurements of the monitor are left out, because they were made with other bits.
         """
         self._check_slots(knowledge)
         if settings.get("by_channel") != self.bound.by_channel:

@@ -54,7 +54,7 @@ class ErrorBoundProbe(VarianceProbe):
 
     The squared norm of a measured gradient contains, on average, the D of the present errors, which is subtracted to
     find V^2. For slots in `monitored` the layer's backward also runs with exact values, which are kept until the
-    backward pass has ended or failed, or the graph is freed. The probe never raises an exception.
+    backward pass has ended.
     """
 
     def __init__(self, seed: int, monitored: frozenset[tuple[str, int]] = frozenset()):
@@ -70,7 +70,7 @@ class ErrorBoundProbe(VarianceProbe):
     # -- In the forward pass ---------------------------------------------------------------------------------
 
     def record_rounding(self, slot: TensorSlot, record: QuantizationRecord) -> _Rounding | None:
-        """Measure the rounding errors of a saved tensor, and return an object for the autograd graph to hold, if the probe is open.
+        """Measure the rounding errors of a saved tensor, and return an object for the autograd graph to hold.
 
         The deviation of the noise is that of the present errors or that of rounding to 8 bits, whichever is larger.
         """

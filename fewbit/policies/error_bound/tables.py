@@ -55,10 +55,9 @@ def allowed_error(grad2: float, e2: float, v2: float) -> float:
 
 
 def largest_table_error(table: Table, low: float, high: float) -> float:
-    """Return max |q(x) - f'(x)| over low <= x <= high, an interval that may leave the table's domain.
+    """Return max |q(x) - f'(x)| over low <= x <= high; for an unbiased table, q(x) is the worse of two levels.
 
     Between breaks of q, kinks of f and extrema of f' the error is monotone, so its maximum is at one of these points.
-    If the table is unbiased, q(x) is the worse of the two levels between which it draws.
 
     Raises:
         InputError: the interval is empty or infinite.

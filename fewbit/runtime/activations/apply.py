@@ -167,7 +167,9 @@ def apply_callable(x: torch.Tensor, function, encoding: str):
 def _traceable(x, function, encoding):
     compiled = torch.compiler.is_compiling()
     run = autograd.Traceable if compiled else autograd.Transformable
-    return run.apply(x, function, encoding, seed_for(x, encoding))[0]
+    # A compiler can trace a search in the text, but cannot trace the parsing of the text.
+    seed = library.new_seed(x) if '"knots"' in encoding else None
+    return run.apply(x, function, encoding, seed)[0]
 
 
 def _forward(function, parameters):
@@ -196,12 +198,6 @@ def needs_grad(x) -> bool:
         if x.requires_grad:
             return True
     return False
-
-
-def seed_for(x, encoding: str):
-    """Return a new seed if the encoding draws codes at random, else None."""
-    # A compiler can trace a search in the text, but cannot trace the parsing of the text.
-    return library.new_seed(x) if '"knots"' in encoding else None
 
 
 def _refuse(x, function: str) -> None:

@@ -77,7 +77,7 @@ def quantize(
             ranges[group : group + len(limits)] = limits
             word, group = word + len(codes), group + len(limits)
     if kind != UNIFORM:
-        ranges = torch.cat([ranges, _seed_rows(seed)])
+        ranges = torch.cat([ranges, seed.view(torch.bfloat16).view(groups.SEED_ROWS, 2)])
     return packed, ranges
 
 
@@ -267,7 +267,9 @@ def _stream(rows, seed, bits, group_size, kind, first_group):
     else:
         codes, minimum, extent = _uniform(cut, exists, seed, bits, first_group, group_size)
     packed = pack(codes[exists].to(torch.uint8), bits)
-    return packed, _upper(torch.stack([minimum, extent], 1)).view(torch.bfloat16)
+    # The upper 16 bits of each float32, whose lower ones are 0.
+    upper = torch.stack([minimum, extent], 1).view(torch.int32) >> 16
+    return packed, upper.to(torch.int16).view(torch.bfloat16)
 
 
 def _uniform(cut, exists, seed, bits, first_group, group_size):
@@ -292,11 +294,6 @@ def _limits(cut, exists):
     extent = toward(high - minimum, torch.inf) + 0.0
     finite = (torch.isfinite(cut) | ~exists).all(1) & minimum.isfinite() & extent.isfinite()
     return torch.where(finite, minimum, torch.nan), torch.where(finite, extent, torch.nan)
-
-
-def _seed_rows(seed):
-    """Return the rows of `ranges` that have the seed of a copy, (2, 2) bfloat16."""
-    return seed.view(torch.bfloat16).view(groups.SEED_ROWS, 2)
 
 
 def seed_of(ranges):
@@ -370,7 +367,3 @@ def toward(x, limit):
 def _float(bits):
     signed = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
     return signed.to(torch.int32).view(torch.float32)
-
-
-def _upper(x):
-    return (x.contiguous().view(torch.int32) >> 16).to(torch.int16)

@@ -6,7 +6,7 @@ This folder may import the other folders of `fewbit.runtime` except `activations
 from __future__ import annotations
 
 from fewbit.errors import InputError
-from fewbit.runtime.codecs.error_bounded import ErrorBounded, check_library
+from fewbit.runtime.codecs.error_bounded import ErrorBounded, library
 from fewbit.runtime.codecs.jpeg import Jpeg
 from fewbit.runtime.codecs.payload import Codec, Payload
 from fewbit.runtime.codecs.quant import Quant
@@ -31,4 +31,4 @@ def codec(name: str) -> Codec:
 def check_codec(name: str) -> None:
     """Raise InputError if no codec is named `name`, or if the codec needs a package that is not installed."""
     if isinstance(codec(name), ErrorBounded):
-        check_library()
+        library()

@@ -38,7 +38,7 @@ class ErrorBounded(Codec):
     name = "error-bounded"
 
     def _compress(self, x, limits, seed) -> Payload:
-        library = _library()
+        imagecodecs = library()
         if not x.numel():
             return exact(x)
         magnitude = largest(x, len(limits) > 1)
@@ -51,7 +51,7 @@ class ErrorBounded(Codec):
         if not bool(scaled.isfinite().all()):
             return exact(x)
         array = scaled.reshape(_shape(x.shape)).cpu().numpy()
-        encoded = library.sz3_encode(array, mode=library.SZ3.MODE.ABS, abs=SHARE)
+        encoded = imagecodecs.sz3_encode(array, mode=imagecodecs.SZ3.MODE.ABS, abs=SHARE)
         data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(x.device)
         payload = smaller(x, (data, steps), Predicted(tuple(x.shape), x.dtype))
         return payload if _holds(x, payload, limits) else exact(x)
@@ -73,17 +73,13 @@ class Predicted(NamedTuple):
         """Return the decompressed values as a contiguous tensor."""
         data, steps = tensors
         as_numpy = torch.empty(0, dtype=_computed_in(self.dtype)).numpy().dtype
-        array = _library().sz3_decode(data.cpu().numpy().tobytes(), _shape(self.size), as_numpy)
+        array = library().sz3_decode(data.cpu().numpy().tobytes(), _shape(self.size), as_numpy)
         scaled = torch.from_numpy(array).reshape(self.size).to(data.device)
         return _scaled(scaled, steps).to(self.dtype)
 
 
-def check_library() -> None:
-    """Raise MissingPackageError if imagecodecs is not installed."""
-    _library()
-
-
-def _library():
+def library():
+    """Return imagecodecs. Raise MissingPackageError if it is not installed."""
     with needed_for("the codec error-bounded"):
         import imagecodecs
     return imagecodecs

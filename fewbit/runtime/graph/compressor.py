@@ -15,7 +15,7 @@ from fewbit.errors import GradientError, InputError
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
 from fewbit.runtime.graph import packs
 from fewbit.runtime.graph.known_functions import linear_positions
-from fewbit.runtime.graph.packs import Pack, PackedCopy
+from fewbit.runtime.graph.packs import Pack, PackedCopy, storage_of
 from fewbit.runtime.graph.rules import (
     LINEAR,
     NAMED,
@@ -23,7 +23,6 @@ from fewbit.runtime.graph.rules import (
     Rule,
     RuleSettings,
     is_broadcast,
-    is_matrix_product,
     rule_of,
 )
 from fewbit.runtime.interop.autograd_graph import (
@@ -157,7 +156,7 @@ class GraphCompressor:
         # A storage that an earlier call needs in full is not freed by copies of this call.
         exact = local.exact
         exact |= {
-            _storage(one.argument.tensor)
+            storage_of(one.argument.tensor)
             for one in candidates
             if one.rule is None or self._stays(one.argument, one.rule)
         }
@@ -165,7 +164,7 @@ class GraphCompressor:
         candidates.reverse()
         while candidates:  # a tensor is freed as soon as its copies are made
             one = candidates.pop()
-            if _storage(one.argument.tensor) not in exact:
+            if storage_of(one.argument.tensor) not in exact:
                 self._replace(one, settings, path, context)
 
     def finish(self, context: ForwardContext) -> None:
@@ -178,7 +177,7 @@ class GraphCompressor:
                 break
             # A copy of a tensor would free nothing if another pack keeps the tensor in full.
             for pack in small:
-                local.exact |= {_storage(one.tensor) for one in pack.arguments}
+                local.exact |= {storage_of(one.tensor) for one in pack.arguments}
             waiting = [pack for pack in waiting if pack not in small]
         local.packs = {}
         for pack in waiting:
@@ -186,7 +185,7 @@ class GraphCompressor:
 
     def _stays(self, argument: SavedArgument, rule: Rule) -> bool:
         x = argument.tensor
-        if x.numel() < packs.LEAST_ELEMENTS or _storage(x) in self._local.owned:
+        if x.numel() < packs.LEAST_ELEMENTS or storage_of(x) in self._local.owned:
             return True
         if x.numel() < LEAST_ELEMENTS and is_broadcast(argument.node, x):
             return True
@@ -202,7 +201,7 @@ class GraphCompressor:
         x = argument.tensor.detach()
         # `softmax_copies.quantize_softmax` says why matrix products may use softmax's copy.
         shared = None
-        if is_matrix_product(argument.node):
+        if argument.node.name() in ("MmBackward0", "BmmBackward0"):
             copies = context.saving(x).shared
             shared = None if copies is None else copies.get_softmax(x)
         if shared is None and x.numel() <= packs.MOST_ELEMENTS:
@@ -305,7 +304,7 @@ def _without_gain(candidates: list[_Candidate], settings: GraphSettings) -> set[
     bits, sizes = {}, {}
     for argument, rule in candidates:
         if rule is not None:
-            x, key = argument.tensor, _storage(argument.tensor)
+            x, key = argument.tensor, storage_of(argument.tensor)
             bits[key] = bits.get(key, 0) + rule.bits(x, how) * x.numel()
             sizes[key] = 8 * x.untyped_storage().nbytes()
     return {key for key, size in sizes.items() if bits[key] * _LEAST_GAIN > size}
@@ -315,11 +314,7 @@ def _storages(module: nn.Module, inputs) -> set[int]:
     """Return the storages of parameters, buffers and inputs, without inputs that other operations have computed."""
     given = [x for x in tensors_in(inputs) if x.grad_fn is None]
     tensors = (*module.parameters(), *module.buffers(), *given)
-    return {_storage(x) for x in tensors if is_plain(x)}
-
-
-def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return {storage_of(x) for x in tensors if is_plain(x)}
 
 
 class _StateOfThread(threading.local):

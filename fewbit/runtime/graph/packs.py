@@ -57,14 +57,14 @@ class Pack:
 
     def count(self, exact: set[int]) -> int:
         """Return the number of elements of tensors whose storages are not in `exact`."""
-        return sum(x.tensor.numel() for x in self.arguments if _storage(x.tensor) not in exact)
+        return sum(x.tensor.numel() for x in self.arguments if storage_of(x.tensor) not in exact)
 
     def members(self, exact: set[int]) -> list[Member]:
         """Return the tensors to quantize: without storages in `exact`, and tensors that were changed in place or freed since."""
         members = []
         for argument in self.arguments:
             x = argument.tensor.detach()
-            if _storage(x) in exact or was_changed(argument.node, argument.name, (argument.raw,)):
+            if storage_of(x) in exact or was_changed(argument.node, argument.name, (argument.raw,)):
                 continue
             order = layout.storage_permutation(x)
             if order is None:
@@ -107,5 +107,6 @@ def key_of(x: torch.Tensor, rule: Rule, settings: int) -> tuple:
     return rule, settings, tuple(shape[1:]), order, x.dtype, x.device, stream_of(x)
 
 
-def _storage(x: torch.Tensor) -> int:
+def storage_of(x: torch.Tensor) -> int:
+    """Return the address of the storage of x."""
     return x.untyped_storage()._cdata

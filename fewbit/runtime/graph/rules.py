@@ -132,7 +132,7 @@ class MaskRule(OneBit):
         if x.dtype is not torch.bool:
             return None
         tensors, spec, *_ = integers.pack(x, 2)
-        return SavedTensors(tensors, _CastSpec(spec, torch.bool))
+        return SavedTensors(tensors, integers.CastSpec(spec, torch.bool))
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class PositiveRule(OneBit):
     def compress(self, x, settings):
         """Return the packed signs."""
         tensors, spec, *_ = integers.pack(x > 0, 2)
-        return SavedTensors(tensors, _CastSpec(spec, x.dtype))
+        return SavedTensors(tensors, integers.CastSpec(spec, x.dtype))
 
 
 @dataclass(frozen=True)
@@ -218,15 +218,6 @@ class SizeRule(Rule):
     def compress(self, x, settings):
         """Return a copy without tensors."""
         return SavedTensors((), _SizeSpec(tuple(x.shape), x.dtype, x.device))
-
-
-class _CastSpec(NamedTuple):
-    inner: integers.PackedIntegersSpec
-    dtype: torch.dtype
-
-    def dequantize(self, tensors) -> torch.Tensor:
-        """Return the integers in `dtype`."""
-        return self.inner.dequantize(tensors).to(self.dtype)
 
 
 class _ChoiceSpec(NamedTuple):
@@ -320,11 +311,6 @@ def _by_argument() -> dict[tuple[str, str], Rule]:
 
 RULES = _by_argument()
 """{(node without "Backward<number>", argument): rule}."""
-
-
-def is_matrix_product(node) -> bool:
-    """Return whether an autograd node is that of a product of two matrices, or of two batches of matrices."""
-    return node.name() in ("MmBackward0", "BmmBackward0")
 
 
 _POINTWISE = "MulBackward", "DivBackward", "AddcmulBackward", "AddcdivBackward"

@@ -80,7 +80,7 @@ def run_by_example(op) -> None:
     def rule(info, in_dims, *arguments):
         batched = [
             argument.unbind(dim) if isinstance(dim, int) else [argument] * info.batch_size
-            for argument, dim in zip(arguments, _flat(in_dims), strict=True)
+            for argument, dim in zip(arguments, in_dims, strict=True)
         ]
         results = [op(*example) for example in zip(*batched, strict=True)]
         if isinstance(results[0], torch.Tensor):
@@ -88,11 +88,6 @@ def run_by_example(op) -> None:
         return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
 
     register_vmap(op, rule)
-
-
-def _flat(in_dims):
-    """Return the batch dimension of each argument, or None. For a list argument, vmap gives a list of Nones."""
-    return [None if isinstance(dim, list | tuple) else dim for dim in in_dims]
 
 
 def new_seed(x) -> torch.Tensor:

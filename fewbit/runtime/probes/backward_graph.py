@@ -42,7 +42,8 @@ def _reached(roots, start) -> set:
             if earlier > MOST_EARLIER:
                 continue
         reached.add(node)
-        waiting += [child for child, _ in node.next_functions if _is_inner(child)]
+        below = (child for child, _ in node.next_functions if child is not None)
+        waiting += [child for child in below if not _is_leaf(child)]
     return reached
 
 
@@ -56,10 +57,6 @@ def number_below(node, numbers: dict) -> int:
 def is_function(node) -> bool:
     """Return whether a node is a torch.autograd.Function."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
-def _is_inner(node) -> bool:
-    return node is not None and not _is_leaf(node)
 
 
 def _is_leaf(node) -> bool:

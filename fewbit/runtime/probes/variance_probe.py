@@ -220,7 +220,8 @@ class VarianceProbe:
                 norms = [norm([grad]) for grad in passed]
                 del passed
                 node.noise.append(NoiseOfSlot(name, level, scale, norms, False))
-            carried = Restoring().run(backward, context, self._with_signs(*grads))
+            signed = torch.where(self._uniform(grads[0]) < 0.5, -grads[0], grads[0])
+            carried = Restoring().run(backward, context, signed)
             node.leaving = [norm([grad]) for grad in by_edge(context, carried)]
             node.parts = [norm([grad]) for grad in results]
             node.arriving, node.is_probed = norm(grads), True
@@ -285,9 +286,6 @@ class VarianceProbe:
         found = noise.square().mean(1)
         factor = torch.where(found > 0, variance * smaller / found, 0.0).sqrt()
         return noise.mul_(factor[:, None])
-
-    def _with_signs(self, grad):
-        return torch.where(self._uniform(grad) < 0.5, -grad, grad)
 
     def _uniform(self, like) -> torch.Tensor:
         return torch.rand(like.shape, generator=self._generator(like.device), device=like.device)

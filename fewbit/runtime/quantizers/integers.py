@@ -57,6 +57,17 @@ class PackedIntegersSpec(NamedTuple):
         return dense_ops.unpack_op(values, self.bits, count)
 
 
+class CastSpec(NamedTuple):
+    """The spec of integers that are restored in another dtype."""
+
+    inner: PackedIntegersSpec
+    dtype: torch.dtype
+
+    def dequantize(self, tensors) -> torch.Tensor:
+        """Return the integers in `dtype`."""
+        return self.inner.dequantize(tensors).to(self.dtype)
+
+
 class NarrowIntegersSpec(NamedTuple):
     """The spec of integers that `narrow` has saved. `dtype` is the dtype before."""
 

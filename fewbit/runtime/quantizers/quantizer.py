@@ -250,7 +250,9 @@ class Quantizer:
                     self.context.add_consumer(result, self)
             if saved is not None:
                 saving.has_saved = True
-                return _for(self.name, saved) if saved.is_observed else saved
+                if not saved.is_observed:
+                    return saved
+                return saved._replace(spec=saved.spec.for_consumer(self.name))
         if mask is not None:
             kind = MASKED
         if not is_usual:
@@ -385,9 +387,9 @@ class Quantizer:
         codes, packed, ranges = made
         if offload.running.entered:
             offload.mark(packed, ranges)
-        spec = self._spec(y, y.dtype, self.bits, kind=kind)
-        mask = codes if is_masked else None
-        return codes, SavedTensors(*_complete((packed, ranges), spec, None, mask))
+        spec = self._spec(y, self.bits, kind)._replace(has_mask=is_masked)
+        mask = (codes,) if is_masked else ()
+        return codes, SavedTensors((packed, ranges, *mask), spec)
 
     @property
     def key(self) -> tuple:
@@ -405,11 +407,9 @@ class Quantizer:
     def _quantize_traced(self, x, kind, channels=0, slot=0, extra_bits=0) -> SavedTensors:
         notify_traced(self)
         bits = min(self.bits_of(slot) + extra_bits, MAX_BITS)
-        spec = self._spec(x, x.dtype, bits, kind=kind)
+        spec = self._spec(x, bits, kind)._replace(has_channels=bool(channels))
         settings = bits, self.group_size, kind, channels
         made = quantizer_ops.quantize_op(x, spec.stride, library.new_seed(x), *settings)
-        if channels:
-            spec = spec._replace(has_channels=True)
         tensors = tuple(made[: 3 if channels else 2])
         return SavedTensors(tensors, spec, None if is_abstract(x) else made[-1])
 
@@ -419,11 +419,9 @@ class Quantizer:
         if "context" in vars(self) and self._policy is not None and not self.is_fixed:
             self._policy.report_unobserved(self.name, COMPILED)
 
-    def _spec(self, x, dtype, bits, samples=None, slot=None, kind=ROTATED) -> QuantizedTensorSpec:
-        stride = layout.by_sample_stride(x)
-        return QuantizedTensorSpec(
-            bits, self.group_size, tuple(x.shape), tuple(stride), dtype, samples, slot, kind
-        )
+    def _spec(self, x, bits: int, kind: str) -> QuantizedTensorSpec:
+        size, stride = tuple(x.shape), tuple(layout.by_sample_stride(x))
+        return QuantizedTensorSpec(bits, self.group_size, size, stride, x.dtype, kind=kind)
 
     def __repr__(self) -> str:
         parts = [f"bits={self.bits}"]
@@ -461,19 +459,6 @@ def _bits(bits: int, extra_bits: tuple[float, ...], slot: int, more: int) -> int
 def _seed_of_result(saving, y, number: int, key: tuple):
     """Return the seed of an activation's result y, the same whether the activation or a layer with this key makes the copy."""
     return saving.seed_of(y, purpose("result", saving.part, number, key))
-
-
-def _for(name: str, saved: SavedTensors) -> SavedTensors:
-    return saved._replace(spec=saved.spec.for_consumer(name))
-
-
-def _complete(tensors, spec, normalize: Normalization | None, mask: torch.Tensor | None):
-    """Add the numbers of channels, and the mask of a masked copy, to the copy's tensors and to its spec."""
-    if normalize is not None and normalize.channels is not None:
-        tensors, spec = (*tensors, normalize.channels), spec._replace(has_channels=True)
-    if mask is not None:
-        tensors, spec = (*tensors, mask), spec._replace(has_mask=True)
-    return tuple(tensors), spec
 
 
 def _is_same_memory(x, other) -> bool:

@@ -371,17 +371,6 @@ def _decided_values(function, result, args, kwargs) -> tuple[Tensor, ...]:
     return tuple(x for x in results if not (x.is_floating_point() or x.is_complex()))
 
 
-class _Recorded(NamedTuple):
-    """The spec of integers or booleans in a narrower form, with the spec of that form and the full dtype."""
-
-    inner: integers.PackedIntegersSpec
-    dtype: torch.dtype
-
-    def dequantize(self, tensors, dtype=None) -> Tensor:
-        """Return the values in their full dtype."""
-        return self.inner.dequantize(tensors).to(self.dtype)
-
-
 def _packed(values: Tensor, count: int | None) -> SavedTensors:
     """Return a copy of integers or booleans, in as few bits per element as they need if that can be told at once."""
     if torch._C._functorch.is_functorch_wrapped_tensor(values):
@@ -403,7 +392,7 @@ def _packed(values: Tensor, count: int | None) -> SavedTensors:
     if count is None:
         return copies.unquantized(values.clone())
     saved = integers.pack(values, max(count, 2))
-    return SavedTensors(saved.tensors, _Recorded(saved.spec, dtype))
+    return SavedTensors(saved.tensors, integers.CastSpec(saved.spec, dtype))
 
 
 def _value(spec, tensors) -> Tensor:

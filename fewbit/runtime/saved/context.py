@@ -41,11 +41,6 @@ def measuring(observation=None):
         running.measured = before
 
 
-def is_measuring() -> bool:
-    """Return whether this thread is in a `measuring` block."""
-    return bool(running.measured)
-
-
 class ForwardContext:
     """The state that the layers of one converted model share.
 
@@ -259,7 +254,7 @@ class ForwardContext:
         if self.policy is None:
             return None
         assignment = self.policy.assign(inputs)
-        assignment.unobserved = "" if is_measuring() else reason
+        assignment.unobserved = "" if running.measured else reason
         return assignment
 
     def activation_bits(self, name: str, bits: int, x) -> int:

@@ -1,7 +1,6 @@
 """Quantizers that round in the backward pass, so that several backward passes can round the tensors of one forward.
 
-Each backward pass over the same graph may round a tensor with new random numbers, with those of an earlier pass, or not
-at all. One set of random numbers for rounding is called a *draw*.
+One set of random numbers for rounding is called a *draw*.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Noise:
 
 
 class DeferredQuantizer(Quantizer):
-    """A quantizer that saves tensors unchanged and rounds them in the backward pass. Layers share no saved tensors."""
+    """A quantizer that saves tensors unchanged, never shared, and rounds them in the backward pass."""
 
     noise: Noise
 
@@ -85,7 +84,7 @@ class DeferredQuantizer(Quantizer):
         extra_bits: int = 0,
         recomputes: bool = True,
     ) -> SavedTensors:
-        """Save x unchanged. Backward passes round it to a copy of the kind that `Quantizer.quantize` would make."""
+        """Save x unchanged, to be rounded to a copy of the kind that `Quantizer.quantize` would make."""
         kind = self.kind_of(usual)
         if kind == ROTATED and shared and self.context is not None and is_eager(x):
             saving = self.context.saving(x)

@@ -1,8 +1,4 @@
-"""The ratio E|g^|^2 / E|g|^2 of a compressed model's gradients g^ and exact gradients g, measured on given batches.
-
-E|g^|^2 is a mean over several passes with independent rounding, called draws, and g is the gradient of an uncompressed
-copy. So the ratio has the errors of all layers together.
-"""
+"""The ratio E|g^|^2 / E|g|^2 of a compressed model's gradients g^ and exact gradients g, over passes called draws."""
 
 from __future__ import annotations
 
@@ -80,7 +76,7 @@ class GradientRatio(Result):
 
     @property
     def title(self) -> str:
-        """One line with the ratio, its standard error, the limit and the relative error."""
+        """One line with the results."""
         text = f"E|g^|^2 / E|g|^2 = {self.ratio:.4g} +- {self.error:.2g}"
         if self.limit is not None:
             text += f", {self._verdict} {limit_text(self.limit)}"
@@ -94,7 +90,7 @@ class GradientRatio(Result):
 
     @property
     def _is_smaller(self) -> bool:
-        """Return whether the relative error is above e2, beyond chance, while the ratio is within the limit 1 + e2."""
+        """Return whether the relative error is above e2, beyond chance, while the ratio is within the limit."""
         unbiased = 1 + self.relative_error
         return self.ratio <= self.limit < unbiased and self.ratio + self.chance < unbiased
 

@@ -1,7 +1,6 @@
 """Gradients of a copy of a model on given batches: checks of the user's arguments, passes, and squared norms.
 
-The parameters are divided into P groups, one for each module that owns parameters. The user's model and torch's random
-state do not change.
+The parameters are divided into P groups, one for each module that owns parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from fewbit.text import one_line, shorten
 Loss = Callable[[nn.Module, object], torch.Tensor]
 
 CHUNKS = 8
-"""The default number of chunks into which a single batch is cut to estimate the variance between minibatches."""
+"""The default number of chunks of a single batch."""
 
 EXPECTED_LOSS = "expected a function (model, batch) -> scalar tensor, as lambda model, batch: criterion(model(batch[0]), batch[1])"
 
@@ -98,19 +97,19 @@ class Measured:
         ]
 
     def gradient(self, batch, number: int) -> list[torch.Tensor]:
-        """Return the gradients of one forward and backward pass. The arguments are those of `forward`."""
+        """Return the gradients of one forward and backward pass."""
         with self.forward(batch, number) as value:
             return self.backward(value)
 
     def inner(self, a, b) -> np.ndarray:
-        """Return the inner product of two gradients, for each of P modules: (P,) float64."""
+        """Return the inner product of two gradients, (P,) float64."""
         products = [(x.double() * y.double()).sum() for x, y in zip(a, b, strict=True)]
         device = products[0].device  # a single transfer, also for a model on several devices
         products = iter(torch.stack([product.to(device) for product in products]).tolist())
         return np.array([sum(next(products) for _ in group) for group in self.groups.values()])
 
     def halved(self, a, b) -> np.ndarray:
-        """Return half the squared norm of the difference of two gradients for each of P modules: (P,) float64."""
+        """Return half the squared norm of the difference of two gradients, (P,) float64."""
         between = difference(a, b)
         return self.inner(between, between) / 2
 
@@ -172,7 +171,7 @@ def groups_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def check_model(model) -> None:
-    """Raise InputError if the argument is not a module, or if compression cannot change the gradients of the module."""
+    """Raise InputError if the argument is not a module, or if compression cannot change its gradients."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not model.training:
@@ -186,7 +185,7 @@ def check_model(model) -> None:
 
 
 def has_batch_norm(model) -> bool:
-    """Return whether the model has batch norms in training mode, which make gradients depend on the other samples."""
+    """Return whether the model has batch norms in training mode."""
     norms = nn.modules.batchnorm._BatchNorm
     return any(isinstance(module, norms) and module.training for module in model.modules())
 
@@ -321,13 +320,13 @@ def tensors_of(batch) -> list[torch.Tensor]:
 
 
 def shapes_of(batch) -> str:
-    """Return a text with the shapes of the tensors of a batch, such as `shape (2, 3)` or `shapes (2, 3), (2,)`."""
+    """Return a text with the shapes of the tensors of a batch."""
     shapes = [str(tuple(tensor.shape)) for tensor in tensors_of(batch)]
     return f"shape{'s' * (len(shapes) != 1)} {', '.join(shapes[:4])}{', ...' * (len(shapes) > 4)}"
 
 
 def size_of(batch) -> int:
-    """Return the number of samples of a batch: the size of dimension 0 of its first tensor that is not 0-D."""
+    """Return the number of samples of a batch."""
     for tensor in tensors_of(batch):
         if tensor.dim():
             return len(tensor)

@@ -1,6 +1,5 @@
-"""The memory that training a model takes: the model, the bytes saved for backward, the largest batch (docs/results/memory.md).
+"""The memory that training a model takes, by the formulas of appendix B of the paper Few-bit Backward (docs/results/memory.md).
 
-The formulas are those of appendix B of the paper Few-bit Backward (Novikov et al., ICML 2023), here called the paper.
 The saved bytes are counted in a forward on fake tensors.
 """
 
@@ -76,7 +75,7 @@ class Measurement:
 
     @property
     def share(self) -> float:
-        """The fraction of the saved bytes that is saved by activation modules and by no other module, 0 to 1."""
+        """The fraction of the saved bytes that only activation modules save, 0 to 1."""
         return self.nonlinear_bytes / self.activation_bytes
 
     @property
@@ -87,12 +86,12 @@ class Measurement:
         return self.model in PAPER and own and self.size == size and not self.dropout
 
     def saved(self, bits: int | None) -> float:
-        """Return the saved bytes by the paper's formula: activations save `bits` bits per element; None stands for 32."""
+        """Return the saved bytes by the paper's formula, with `bits` bits in activations; None stands for 32."""
         fraction = 1 if bits is None else bits / 32
         return self.activation_bytes - self.nonlinear_bytes * (1 - fraction)
 
     def saved_packed(self, bits: int) -> int:
-        """Return the bytes that fewbit saves, if each activation saves codes of `bits` bits, packed in 32-bit words."""
+        """Return the bytes that fewbit saves, with codes of `bits` bits, packed in 32-bit words."""
         packed = sum(4 * bits * -(-elements // 32) for elements in self.activation_inputs)
         return self.activation_bytes - self.nonlinear_bytes + packed
 
@@ -107,7 +106,7 @@ class Measurement:
 
 
 def paper_activation(name):
-    """Return the activation with which the paper measured a model: "gelu" in place of ReLU, or None for the model's own."""
+    """Return the activation with which the paper measured a model; None for the model's own."""
     return "gelu" if models.family(name).has_relu else None
 
 
@@ -179,7 +178,7 @@ def _check_size(name, size):
 
 
 def freeze_dropout(model):
-    """Set all modules to evaluation mode except batch norms, which continue to use the statistics of the batch."""
+    """Set all modules to evaluation mode except batch norms."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     for module in model.modules():
@@ -187,7 +186,7 @@ def freeze_dropout(model):
 
 
 def _watch_activations(model):
-    """Return a list, and hooks that append to it the number of input elements of each call of an activation."""
+    """Return hooks, and a list to which they append the number of input elements of each call of an activation."""
     from fewbit.models.activations import is_activation
 
     elements = []
@@ -224,7 +223,7 @@ class MemoryReport(Result):
     bits: tuple[int, ...] = BITS
 
     def records(self) -> list[dict]:
-        """Return a dict for each model: the measurement, and the results of the formulas for each number of bits."""
+        """Return a dict for each model: the measurement, and the results of the formulas."""
         return [self._record(measured) for measured in self.measurements]
 
     def _record(self, measured: Measurement) -> dict:
@@ -247,7 +246,7 @@ class MemoryReport(Result):
         return measured.max_batch(saved, self.device_bytes)
 
     def view(self) -> View:
-        """Return a table with a row for each model, or for a single model with a row for each number of bits."""
+        """Return a table with a row for each model, or for each number of bits of a single one."""
         if len(self.measurements) == 1:
             return self._one(self.measurements[0])
         device = f"{format_size(self.device_bytes)} device"

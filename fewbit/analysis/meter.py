@@ -1,8 +1,4 @@
-"""The meter, which counts the bytes that one forward saves for backward, by module and by kind, such as "activation" or "mask".
-
-A storage that several tensors use is counted once. Nothing is estimated: a `Recorder` notes the tensors that the
-backward pass would find.
-"""
+"""The meter, which counts the bytes that one forward saves for backward, by module and by kind; a storage counts once."""
 
 from __future__ import annotations
 
@@ -121,7 +117,7 @@ def _only_modules(names) -> dict[str, nn.Module]:
 
 
 def _named_modules(roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return {path: module} of these modules and all modules in them. A module with several paths has the first one."""
+    """Return {first path: module} of these modules and all modules in them."""
     memo: set[nn.Module] = set()
     found = {}
     for prefix, root in roots.items():
@@ -191,7 +187,7 @@ def _entries_of(storage: _Storage, reasons: Reasons) -> Iterator[Entry]:
 
 
 def parts_of(tensor) -> list[torch.Tensor]:
-    """Return the plain tensors that a tensor subclass or a sparse tensor consists of, or the tensor itself."""
+    """Return the plain tensors that a tensor consists of."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in parts_of(getattr(tensor, name))]
@@ -216,7 +212,7 @@ def identity_of(tensor) -> tuple[object, int]:
 
 
 def _view(tensor) -> tuple[object, int]:
-    """Return an object that identifies the elements of a tensor in its storage, and their bytes; repeated elements count once."""
+    """Return what identifies the elements of a tensor in its storage, and their bytes; repeated elements count once."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return id(tensor), tensor.numel() * tensor.element_size()
     # The order of dimensions makes no difference. Dimensions of size 1 and expanded dimensions add no elements.

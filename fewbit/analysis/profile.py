@@ -20,7 +20,7 @@ from fewbit.sizes import counted
 MOST_LABEL = 34
 """The largest number of characters of a path in the picture."""
 MOST_FAR = 3
-"""The largest number of pairs (context, other module) that a note names, those with the largest variance."""
+"""The largest number of pairs (context, other module) that a note names."""
 DECADES = 8
 """The largest number of powers of ten that the colors of the picture span."""
 
@@ -74,7 +74,7 @@ class VarianceProfile(Document):
 
     @property
     def quantization_error(self) -> np.ndarray:
-        """The standard error of `quantization`, (P,), with the errors of the terms taken as independent."""
+        """The standard error of `quantization`, (P,), with independent errors of the terms."""
         return np.sqrt(np.square(self.terms_error).sum(0))
 
     def total(self) -> np.ndarray:
@@ -90,7 +90,7 @@ class VarianceProfile(Document):
 
     @property
     def sampling_ratio(self) -> float:
-        """The variance between minibatches divided by the variance that rounding adds, each summed over all modules."""
+        """The variance between minibatches divided by the variance that rounding adds."""
         return _ratio(self.sampling.sum(), self.quantization.sum())
 
     @property
@@ -106,11 +106,11 @@ class VarianceProfile(Document):
 
     @property
     def own_share(self) -> float:
-        """The fraction of `quantization`, summed over modules, that comes from modules' own contexts, 0 to 1."""
+        """The fraction of `quantization` that comes from modules' own contexts, 0 to 1."""
         return _ratio(self.own.sum(), self.quantization.sum())
 
     def to_dict(self) -> dict:
-        """Return the profile as a dict of plain values. Standard errors that are not known become None."""
+        """Return the profile as a dict of plain values. Unknown standard errors become None."""
         values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
         return {"schema": VARIANCE_PROFILE} | values
 
@@ -127,7 +127,7 @@ class VarianceProfile(Document):
         return cls(**values)
 
     def records(self) -> list[dict]:
-        """Return a dict of variances and standard errors for each module that owns parameters, in forward order."""
+        """Return a dict for each module that owns parameters, in forward order."""
         columns = {name: getattr(self, name) for name in RECORDED}
         return [
             {"parameters": name} | {key: float(values[i]) for key, values in columns.items()}
@@ -136,7 +136,7 @@ class VarianceProfile(Document):
 
     @property
     def title(self) -> str:
-        """One line with the name of the model, the bits, `sampling_ratio` and `own_share`."""
+        """One line with the main results."""
         return (
             f"{self._name_and_bits}: sampling variance is {self.sampling_ratio:.3g} times quantization "
             f"variance, {100 * self.own_share:.0f}% of which comes from modules' own contexts"
@@ -235,7 +235,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _draw_heat_map(figure, profile: VarianceProfile) -> None:
-    """Draw a heat map like figure 8 of ActNN: a row for each context, then `sampling`, and a column for each module's gradient."""
+    """Draw a heat map like figure 8 of ActNN."""
     from matplotlib.colors import LogNorm
 
     rows, columns = len(profile.contexts) + 2, len(profile.parameters)

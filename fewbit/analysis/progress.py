@@ -9,7 +9,7 @@ from contextlib import contextmanager
 PATIENCE = 2.0
 """Seconds before the bar appears."""
 INTERVAL = 15.0
-"""Seconds before the first line and between lines, if standard error is a file or a pipe."""
+"""Seconds before the first line and between lines."""
 
 
 class StepsProgress:

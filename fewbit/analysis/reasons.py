@@ -30,7 +30,7 @@ class Reasons:
         self._everything = any(context.compressor is not None for context in contexts)
 
     def of(self, tokens: Sequence[Token], elements: int) -> str:
-        """Return the reason for a storage that is neither packed nor a parameter nor a buffer; "" without layers of fewbit."""
+        """Return the reason for a storage that is neither packed nor a parameter nor a buffer, or ""."""
         if not self._has_fewbit:
             return ""
         if elements < LEAST_ELEMENTS:

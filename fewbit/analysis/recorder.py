@@ -1,7 +1,7 @@
 """The recorder, which lists the tensors that autograd saves in a forward, and the modules that were running.
 
-A saved-tensor hook gives autograd a *token* to hold in place of each tensor, which autograd frees when it would free
-the tensor. So the tokens that exist after the forward stand for exactly the tensors that the backward pass would find.
+A saved-tensor hook gives autograd a *token* to hold in place of each tensor. The tokens that exist after the forward
+stand for the tensors that the backward pass would find.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Recorder:
 
 
 def _outside_compiled(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) of the modules that are not inside a compiled or scripted one, where a hook would cause a recompilation."""
+    """Yield (path, module) of the modules outside compiled or scripted ones, where a hook would cause a recompilation."""
     inside: set[int] = set()
     for path, module in modules.items():
         if id(module) in inside:
@@ -187,7 +187,7 @@ def _origin(tensor) -> str:
 
 
 def name_nodes(outputs) -> None:
-    """Write into the `Token` of each saved tensor the name of an autograd node that holds the tensor."""
+    """Write into the `Token` of each saved tensor the name of an autograd node that holds it."""
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(nodes)
     while nodes:
@@ -232,7 +232,7 @@ def _is_fewbit_class(cls) -> bool:
 
 
 def type_name(model) -> str:
-    """Return the name of a module's class, or the name of another callable."""
+    """Return the name of a module's class, or of another callable."""
     if isinstance(model, nn.Module):
         original = getattr(model, "_orig_mod", model)
         return type(original).__name__ + " (compiled)" * is_compiled(model)

@@ -1,4 +1,4 @@
-"""The result of `fewbit.saved_bytes`: the bytes that one forward saves for backward, as sums, a table and a picture."""
+"""The result of `fewbit.saved_bytes`, as sums, a table and a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_BARS = 14
 MOST_LABEL = 36
 """The largest number of characters of a bar's name."""
 STATE = ("parameter", "buffer")
-"""The kinds of storages that exist even if they are not saved. They are not counted in the total."""
+"""The kinds of storages that exist even if they are not saved."""
 IN_FULL = ("activation", "integer", "mask")
 """The kinds of storages that fewbit could save with fewer bytes."""
 MOST_LEFT = 4
@@ -138,11 +138,11 @@ class SavedBytes(Result):
         return _sums(self.kept, lambda entry: entry.module_type)
 
     def by_kind(self) -> dict[str, int]:
-        """Return {kind: bytes}, largest first, with parameters and buffers, so the sum may be above `total`."""
+        """Return {kind: bytes}, largest first, with parameters and buffers."""
         return _sums(self.entries, lambda entry: entry.kind)
 
     def left_in_full(self) -> tuple[Entry, ...]:
-        """Return the entries that a compressed model saves in full, largest first, each with its `reason`."""
+        """Return the entries that a compressed model saves in full, largest first."""
         found = [entry for entry in self.entries if entry.reason and entry.bytes]
         return tuple(sorted(found, key=lambda entry: -entry.bytes))
 
@@ -177,7 +177,7 @@ class SavedBytes(Result):
         return f"{name}{amount(self.total)} saved for backward, in {counted(storages, 'storage')}"
 
     def view(self) -> View:
-        """Return a table of storages, largest first. Equal storages in repeated blocks have one row."""
+        """Return a table of storages, largest first."""
         if not self.total:
             return View(self.title, notes=[NOTHING, *self._notes()])
         unit = unit_of(self.total, "MiB")
@@ -229,7 +229,6 @@ class SavedBytes(Result):
         ]
 
     def _kinds(self) -> dict[str, int]:
-        """Return `by_kind()` in the order of the colors, without kinds of 0 bytes."""
         sizes = self.by_kind()
         return {kind: sizes[kind] for kind in COLORS if sizes.get(kind)}
 

@@ -1,7 +1,4 @@
-"""The step meter, which counts the bytes that a step of the user's training has saved when its backward pass begins.
-
-It costs one call of a Python function for each saved tensor, and also counts what a loss outside of the model saves.
-"""
+"""The step meter, which counts the bytes that a step of the user's training has saved when its backward pass begins."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ class StepMeter:
         return type(self), ()
 
     def begin(self, model: nn.Module) -> None:
-        """Watch the tensors that autograd saves in this thread, apart from the model's parameters and buffers."""
+        """Watch the tensors that autograd saves in this thread, apart from parameters and buffers."""
         self.end()
         abandoned = getattr(_running, "meter", None)
         if abandoned is not None:
@@ -73,7 +70,7 @@ class StepMeter:
         torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
     def end(self) -> None:
-        """Stop watching. If `begin` was not called since the last `end`, nothing happens."""
+        """Stop watching."""
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             _running.meter = None

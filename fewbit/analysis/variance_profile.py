@@ -1,9 +1,8 @@
 """The variance profile, which shows how much variance each saved tensor adds to the gradients of a compressed model.
 
-Every term of ActNN's Theorem 3 (long version, section 3.4; docs/guides/variance_profile.md) is measured: two draws of
-the context of one module, with those of later modules drawn once and those of earlier ones exact, give two gradients,
-and half the squared norm of their difference has the term as its mean. One forward serves all passes over a batch
-(`deferred.py`).
+Every term of ActNN's Theorem 3 (docs/guides/variance_profile.md) is measured: two draws of the context of one module,
+with those of later modules drawn once and those of earlier ones exact, give two gradients, and half the squared norm of
+their difference has the term as its mean.
 """
 
 from __future__ import annotations
@@ -165,7 +164,7 @@ class _Measured(Measured):
         self._recorder = _Recorder(self.noise)
 
     def order(self) -> list[int]:
-        """Return the indices of the modules in `groups` in the order of the forward: by context, else by first call."""
+        """Return the indices of the modules in `groups` in the order of the forward."""
         contexts = {path: place for place, path in enumerate(self.noise.contexts)}
         called = {path: place for place, path in enumerate(self._recorder.called)}
 

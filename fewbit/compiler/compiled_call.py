@@ -1,7 +1,6 @@
 """Call a model through torch.compile, with code that no other model shares, and warn if a part runs uncompressed.
 
-torch.compile gives up on a code object after eight compilations. All models of one class share the code of `forward`,
-so a compiled model gets a code object of its own.
+torch.compile gives up on a code object after eight compilations, and models of one class share the code of `forward`.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class CompiledModel(OptimizedModule):
         return compiled
 
     def __call__(self, *args, **kwargs):
-        """Call the model. torch.compile traces `forward` alone, as for a result of torch.compile."""
+        """Call the model, of which torch.compile traces `forward` alone."""
         call = self.forward if torch.compiler.is_compiling() else super().__call__
         return call(*args, **kwargs)
 
@@ -103,7 +102,7 @@ class CompiledCall:
         self._told = set()  # reasons that a warning has named
 
     def __call__(self, *args, **kwargs):
-        """Call the model. Look for uncompressed parts if torch.compile has compiled anything in this call."""
+        """Call the model, and look for uncompressed parts after a compilation."""
         if torch.compiler.is_compiling():
             notify_traced(self)
             return self._call(*args, **kwargs)
@@ -146,7 +145,7 @@ class CompiledCall:
             )
 
     def _exact_tensors(self, nodes, inputs) -> dict[int, tuple[str, int]]:
-        """Return {storage: (name of the node, bytes)} of the large tensors that uncompiled code has saved in full."""
+        """Return {storage: (name of the node, bytes)} of the large tensors that uncompiled code has saved."""
         owned = {_storage(x) for x in (*self._model.parameters(), *self._model.buffers(), *inputs)}
         return {
             _storage(x): (node.name(), x.nbytes)
@@ -248,7 +247,7 @@ def compile_blocks(
 
 
 def undo(module: nn.Module) -> None:
-    """Let calls of a module run uncompiled, if `compile_in_place` or `compile_blocks` compiled the module."""
+    """Let calls of a module run uncompiled again."""
     _remove_hook(module)
     if hasattr(module._compiled_call_impl, "is_from_fewbit"):
         module._compiled_call_impl = None
@@ -257,8 +256,6 @@ def undo(module: nn.Module) -> None:
 def _code_of(
     model: nn.Module, arguments: Mapping, in_place: bool = False
 ) -> tuple[Callable, Callable]:
-    """Return a function that calls a model, and the same function compiled."""
-
     def call(*args, **kwargs):
         return (model._call_impl if in_place else model)(*args, **kwargs)
 
@@ -287,7 +284,7 @@ _running = _RunningCompiled()
 
 
 def _outside() -> tuple[str, str] | None:
-    """Return why torch.compile would compile nothing now, and mark code as never to be compiled, with advice; or None."""
+    """Return why torch.compile would compile nothing now, and advice; or None."""
     if _modes_prevent_compilation():
         return (
             "torch.compile compiles nothing in a TorchDispatchMode, such as FlopCounterMode",
@@ -310,7 +307,7 @@ def _modes_prevent_compilation() -> bool:
 
 
 def _reasons() -> dict[str, int]:
-    """Return {message of torch.compile: how often it has left code to Python for this reason}."""
+    """Return {torch.compile's reason to leave code to Python: how often}."""
     return counters["unimplemented"] | counters["graph_break"]
 
 

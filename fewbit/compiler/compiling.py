@@ -186,7 +186,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _overrides_of(groups: list[list[nn.Module]], overrides) -> list:
-    """Return, for each group of blocks, the overrides that match modules of its blocks; raise InputError for others."""
+    """Return the overrides for each group of blocks; raise InputError for those that match none."""
     if not isinstance(overrides, Mapping):
         return [overrides] * len(groups)
     paths = [[path for path, _ in blocks[0].named_modules()] for blocks in groups]
@@ -205,7 +205,7 @@ def _overrides_of(groups: list[list[nn.Module]], overrides) -> list:
 
 
 def undo_compile(model: nn.Module) -> None:
-    """Undo `compile_in_place` and `compile_blocks_`, if they compiled the model or a part of it."""
+    """Undo `compile_in_place` and `compile_blocks_`."""
     from fewbit.compiler import compiled_call
 
     for module in model.modules():

@@ -1,7 +1,4 @@
-"""Tensors that get no copy, because the backward pass computes them again from copies of other tensors.
-
-Eager mode does the same (docs/decisions/0021 and 0022).
-"""
+"""Tensors that get no copy, because the backward pass computes them from copies of others (docs/decisions/0021 and 0022)."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ from fewbit.convert.settings import ResolvedSettings
 
 aten = torch.ops.aten
 STEEPEST = 1.25
-"""Functions of one tensor that are steeper than this are not computed again: they would amplify the errors of a copy."""
+"""Steeper functions are not computed again: they would amplify the errors of a copy."""
 LEAST_GROWTH = 5.0
-"""Functions that grow by less from the first to the last point, such as tanh, are not computed again: large inputs would leave large errors."""
+"""Functions that grow by less from the first to the last point, such as tanh, would have large errors at large inputs."""
 _POINTS = torch.linspace(-12, 12, 4801, dtype=torch.float64)
 """Slopes are measured here. Activations are linear or constant beyond."""
 _CONSTANTS = {aten.full.default: 1, aten.scalar_tensor.default: 0}
@@ -57,7 +54,7 @@ def compute_again(joint: JointGraph, settings_of: Settings) -> None:
 def _groups(
     joint: JointGraph, settings_of: Settings
 ) -> Iterable[dict[fx.Node, dict[fx.Node, float]]]:
-    """Return {root: {tensor of which it is a function: by how much the function grows}}, in groups without common tensors."""
+    """Return {root: {tensor of which it is a function: growth}}, in groups without common tensors."""
     groups: list[dict[fx.Node, dict[fx.Node, float]]] = []
     for node, root in joint.roots.items():
         settings = settings_of(root)
@@ -109,7 +106,7 @@ def _without_constants(joint: JointGraph, node, start: fx.Node) -> fx.Node | Non
 
 
 def _leaf(joint: JointGraph, node: fx.Node) -> fx.Node | None:
-    """Return the tensor of the forward pass of which a node is an elementwise function, perhaps the node itself."""
+    """Return the tensor of the forward pass of which a node is an elementwise function."""
     _, leaves = joint.part([node], lambda x: _is_elementwise(joint, x))
     if len(leaves) != 1:
         return None

@@ -18,7 +18,7 @@ _RECOMPUTED = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
-    """Return the nodes of a joint graph that depend on tangents, the gradients of the forward graph's results, in order."""
+    """Return the nodes of a joint graph that depend on tangents, the gradients of results, in order."""
     found = {}
     for node in graph.nodes:
         is_tangent = node.op == "placeholder" and "tangents" in node.target
@@ -48,27 +48,27 @@ def is_floating(node: fx.Node) -> bool:
 
 
 def is_recomputed(node: fx.Node) -> bool:
-    """Return whether a region of torch.utils.checkpoint computes a node again in the backward pass."""
+    """Return whether a region of torch.utils.checkpoint computes a node again."""
     return node.meta.get("recompute") in _RECOMPUTED
 
 
 def is_from_fewbit(node: fx.Node) -> bool:
-    """Return whether a node calls an op of fewbit: it makes or restores a copy of a layer of fewbit."""
+    """Return whether a node calls an op of fewbit."""
     return getattr(node.target, "namespace", "") == "fewbit"
 
 
 def size_in_bytes(node: fx.Node) -> int:
-    """Return the bytes of a tensor, by the hints of its sizes."""
+    """Return the bytes of a tensor, by hints."""
     return count(node.meta["val"]) * node.meta["val"].element_size()
 
 
 def origin(node: fx.Node) -> dict:
-    """Return what a node's meta says of the code from which the node was traced."""
+    """Return what a node's meta says of the code from which it was traced."""
     return {name: node.meta[name] for name in _ORIGIN if name in node.meta}
 
 
 def modules_of(node: fx.Node) -> set[str]:
-    """Return the paths of the modules to which a node of the backward pass belongs. A merged product has several."""
+    """Return the paths of the modules to which a node of the backward pass belongs."""
     return node.meta.get(MODULES) or {module_of(node)}
 
 
@@ -79,7 +79,7 @@ def module_of(node: fx.Node) -> str:
 
 
 def has_module(node: fx.Node) -> bool:
-    """Return whether it is known in which module's code a node was traced. Sums of gradients are in no module's code."""
+    """Return whether it is known in which module's code a node was traced, unlike sums of gradients."""
     return bool(_stack_of(node))
 
 

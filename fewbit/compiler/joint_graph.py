@@ -1,8 +1,7 @@
 """The analysis of a joint graph: which tensors the backward pass uses, and which of them to quantize.
 
 A node is *backward* if it depends on the tangents, and the *frontier* is the set of the other nodes that backward nodes
-use, such as the derivative of an activation. Backward nodes are linear in the frontier, so a gradient that is computed
-from unbiased copies of the frontier is exact in expectation.
+use. Backward nodes are linear in the frontier, so gradients from unbiased copies of it are exact in expectation.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Root:
 
     @property
     def codes(self) -> int | None:
-        """The number of values that a mask or an index can have; None for other tensors, which are quantized."""
+        """The number of values of a mask or an index; None for other tensors."""
         return uses.codes_of(self.node)
 
 
@@ -143,7 +142,7 @@ class JointGraph:
         return source if list(node.args).count(source) == 1 else None
 
     def is_cast_parameter(self, node: fx.Node) -> bool:
-        """Return whether a large node is a parameter in another dtype, perhaps viewed, which torch would save."""
+        """Return whether a large node is a parameter in another dtype, perhaps viewed."""
         is_cast = False
         while node.op == "call_function" and node.target in uses.VIEWS | uses.CASTS:
             is_cast |= node.target in uses.CASTS
@@ -171,7 +170,7 @@ class JointGraph:
         return inner, leaves
 
     def source_beside_roots(self, node: fx.Node) -> fx.Node | None:
-        """Return the source of a node whose other inputs, such as masks, are views of roots; None if there is none."""
+        """Return the source of a node whose other inputs, such as masks, are views of roots; or None."""
         source = self.source_of(node)
         if source is None:
             return None
@@ -179,7 +178,7 @@ class JointGraph:
         return source if all(self.viewed(x) in self.roots for x in others) else None
 
     def varies(self, node) -> bool:
-        """Return whether a node of the forward part has to be saved or computed again, if the backward pass needs it."""
+        """Return whether the backward pass can have a node of the forward part only if it is saved or computed again."""
         return not (node in self.constants or node in self.exact or node in self.backward)
 
     def _needed_by_forward(self) -> set[fx.Node]:
@@ -277,7 +276,7 @@ class JointGraph:
         root.is_derivative = not root.is_probability and self._is_derivative(node)
 
     def root_of(self, node) -> Root | None:
-        """Return the root from which a node of the frontier is restored, None if the node stays exact."""
+        """Return the root from which a node of the frontier is restored, or None."""
         while node is not None and node not in self.roots:
             node = self.source_of(node) if self.varies(node) else None
         return self.roots.get(node)
@@ -292,7 +291,7 @@ class JointGraph:
         return node
 
     def _codes_behind(self, node) -> fx.Node | None:
-        """Return the mask or index that a node casts, scales or views, as dropout does; None if there is none."""
+        """Return the mask or index that a node casts, scales or views, or None."""
         while node is not None and uses.codes_of(node) is None:
             node = self.source_of(node)
         return None if node is None else self.viewed(node)

@@ -1,8 +1,7 @@
 """Products of one gradient with several saved tensors become products with a single saved tensor.
 
-If t depends on tangents, and a and b do not, then (t * a) * b is t * (a * b), and t * a + t * b is t * (a + b). The
-copy of the factor a * b or a + b, which the forward pass computes, replaces those of a and b: a GELU that is written
-out uses three tensors in its backward pass.
+If t depends on tangents, and a and b do not, then (t * a) * b is t * (a * b), and t * a + t * b is t * (a + b), so that
+a copy of one factor replaces those of a and b.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Multiple(NamedTuple):
 
 
 def merge(graph: fx.Graph) -> None:
-    """Let backward nodes of a joint graph multiply a gradient by one tensor instead of several, if that saves bytes."""
+    """Let backward nodes multiply a gradient by one tensor instead of several, if that saves bytes."""
     merger = _Merger(graph)
     for members in merger.groups():
         merger.merge(members)
@@ -71,7 +70,7 @@ class _Merger:
                     self.users.setdefault(self.sources[x], set()).add(node)
 
     def groups(self) -> Iterable[list[fx.Node]]:
-        """Find the multiples. Return lists of the nodes that are multiples of the same gradient with a factor."""
+        """Return lists of the nodes that are multiples of the same gradient with a factor."""
         groups: dict[fx.Node, list[fx.Node]] = {}
         for node in self.backward:
             multiple = self._multiple_of(node)
@@ -154,7 +153,7 @@ class _Merger:
     # -- What is a multiple of what ------------------------------------------------------------------------------
 
     def _multiple_of(self, node: fx.Node) -> Multiple | None:
-        """Return a node as a multiple of an earlier backward node, None if it is not an elementwise one."""
+        """Return a node as a multiple of an earlier backward node, or None."""
         if node.op != "call_function" or node.kwargs or not is_floating(node):
             return None
         inputs = [self.multiples.get(x, Multiple(x)) for x in node.args if x in self.backward]

@@ -1,9 +1,8 @@
 """Changes of a joint graph that change its results by rounding only and let more tensors be quantized.
 
-A copy of a divisor would make the gradient wrong in expectation, so t / d becomes t * (1 / d), if t depends on tangents
-and d does not; `multiples` replaces several factors of a gradient by one. The backward pass of a norm that is written
-out as x / s or x * rsqrt(...) uses x or (x / s) / s, whose rows may have very different sizes, so it uses x / s and s
-instead.
+A copy of a divisor would make the gradient wrong in expectation, so t / d becomes t * (1 / d). The backward pass of a
+norm that is written out as x / s or x * rsqrt(...) uses x, whose rows may have very different sizes, so it uses x / s
+and s instead.
 """
 
 from __future__ import annotations
@@ -164,7 +163,7 @@ def _multiples(x) -> dict[fx.Node, float | None]:
 
 
 def _split(node, backward):
-    """Return (factor that depends on tangents, factor that does not); (None, None) if the product has not one of each."""
+    """Return (factor that depends on tangents, factor that does not), or two Nones."""
     for gradient, factor in (node.args, node.args[::-1]):
         if gradient in backward and _is_free(factor, backward):
             return gradient, factor

@@ -86,12 +86,12 @@ class Partitioner(CustomPartitionerFn):
 
     @property
     def report(self) -> CompileReport:
-        """The tensors that the compiled graphs save: none before the compiled model runs, or if torch's cache on disk has the code."""
+        """The tensors that the compiled graphs save; none before they run, or if their code comes from torch's cache on disk."""
         return CompileReport(tuple(self._rows), self._graphs)
 
     @property
     def compresses(self) -> bool:
-        """False if overrides leave the tensors of all modules exact, so that no tensor gets a copy."""
+        """False if overrides leave the tensors of all modules exact."""
         return not self.paths or any(self.own.get(path, self.settings) for path in self.paths)
 
     def uuid(self):
@@ -106,7 +106,7 @@ class Partitioner(CustomPartitionerFn):
         return f"Partitioner({self.settings.bits} bits, {self._graphs} graphs compiled)"
 
     def _settings_of(self, root: Root) -> ResolvedSettings | None:
-        """Return the settings for a tensor: of the modules that use it, those with the most bits. None means exact."""
+        """Return the settings for a tensor: of the modules that use it, those with the most bits."""
         unknown = sorted(root.modules - self.paths) if self.own and self.paths else ()
         if unknown:
             warnings.warn(

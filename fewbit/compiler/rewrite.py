@@ -203,7 +203,7 @@ class Rewriter:
         return Copy(root, bits, tuple(saved), restore)
 
     def _mask_of(self, node) -> fx.Node | None:
-        """Return the mask of the elements of a ReLU's result that are 0, if the backward pass uses the mask too."""
+        """Return the mask of a ReLU's result, if the backward pass uses the mask too."""
         if node.target is not aten.relu.default:
             return None
         masks = [x for x in self.joint.roots if x.target is aten.le.Scalar and x.args[1] == 0]
@@ -240,7 +240,7 @@ class Rewriter:
         return self._restored[node]
 
     def _cast_again(self, node) -> fx.Node:
-        """Return a cast parameter, cast in the backward pass from the parameter, which is in memory anyway."""
+        """Return a cast parameter, cast again in the backward pass."""
         if node in self.joint.parameters:
             # torch merges nodes that compute the same. The alias makes this cast another one than that of the forward.
             return self._call(aten.alias.default, (node,), tag=True)
@@ -248,7 +248,7 @@ class Rewriter:
         return self._computed_again(node, {source: self._cast_again(source)})
 
     def _drawn_again(self, node) -> fx.Node:
-        """Return a function of random numbers, computed in the backward pass from the numbers' seed."""
+        """Return a function of random numbers, drawn again from their seed."""
         if node.target not in uses.RANDOM:
             return self._computed_again(node, {x: self._restore(x) for x in node.all_input_nodes})
         seed = uses.argument(node, "seed")
@@ -317,7 +317,7 @@ class Rewriter:
 
 
 def bits_of(root: Root, settings: ResolvedSettings | None) -> int:
-    """Return the bits per element of a tensor's copy. The settings do not matter for masks and indices."""
+    """Return the bits per element of a tensor's copy."""
     if root.codes:
         return max(1, (root.codes - 1).bit_length())
     if root.is_derivative:
@@ -334,7 +334,7 @@ def bits_of(root: Root, settings: ResolvedSettings | None) -> int:
 
 
 def kind_of(root: Root, settings: ResolvedSettings) -> str:
-    """Return the kind of a tensor's copy, which is uniform for derivatives and results of softmax (docs/decisions/0016)."""
+    """Return the kind of a tensor's copy: uniform for derivatives and results of softmax (docs/decisions/0016)."""
     usual = UNIFORM if root.is_derivative or root.is_probability else ROTATED
     return settings.quantizer or usual_kind(usual, settings.group_size)
 
@@ -346,7 +346,7 @@ def _order(value: torch.Tensor) -> list[int]:
 
 
 def _channels(root: Root, order: list[int]) -> int:
-    """Return the number of channels whose means and scales a tensor's rotated copy has, or 0; `order` is that of storage."""
+    """Return the number of channels of a tensor's rotated copy; `order` is that of storage."""
     value = root.node.meta["val"]
     features = set(usual_features(value.dim()))
     if root.is_attention and value.dim() == 4:

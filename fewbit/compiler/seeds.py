@@ -1,7 +1,6 @@
-"""The seeds from which compiled code rounds at random.
+"""The seeds from which compiled code rounds at random: each device has a counter of its own (docs/decisions/0010).
 
-A CUDA graph runs no code on the host, so each device has a counter of its own in place of torch's generator
-(docs/decisions/0010), which one op advances. A second call of `torch.manual_seed` with the same seed does not restart a
+A CUDA graph runs no code on the host. A second call of `torch.manual_seed` with the same seed does not restart a
 counter, because torch's generator may be in the same state between two steps.
 """
 
@@ -33,7 +32,7 @@ _counters: dict[torch.device, _Counter] = {}
 
 
 def counter_of(device: torch.device) -> _Counter:
-    """Return the counter of a device, which the first call makes: before torch records a CUDA graph, which would own its memory."""
+    """Return the counter of a device, which the first call makes: before a CUDA graph is recorded, which would own its memory."""
     device = torch.empty(0, device=device).device  # "cuda" stands for the current GPU
     if device not in _counters:
         _counters[device] = _Counter(device)

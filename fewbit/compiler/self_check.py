@@ -22,7 +22,7 @@ from fewbit.text import one_line
 WORKS = "works"
 _BITS = 8
 _LARGEST_ERROR = 0.05
-"""The largest error of a gradient with 8 bits, divided by the norm of the exact gradient. It is about .01."""
+"""The largest relative error of a gradient with 8 bits. It is about .01."""
 _TIMEOUT = 300
 """The most seconds that the check may take."""
 _LARGEST_SHARE = 0.4
@@ -57,7 +57,7 @@ def _answer() -> str | None:
 
 
 def _of_process() -> str | None:
-    """Run the check in a process that shares no state with the user's program; return None if none could be started."""
+    """Run the check in another process; return None if none could be started."""
     code = f"from {__name__} import run; print(); print(run())"
     # A GPU would have to be initialized, and takes no part.
     changes = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}

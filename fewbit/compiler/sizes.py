@@ -1,7 +1,6 @@
-"""Sizes that vary: the sizes of tensors in a graph that torch.compile traced for batches of several sizes.
+"""Sizes that vary: `torch.SymInt`s in a graph that torch.compile traced for batches of several sizes.
 
-Such a size is a `torch.SymInt`. Decisions use its *hint*, the value when the graph was traced: a comparison of the size
-itself would add a guard, and torch would compile again for sizes with another outcome.
+Decisions use the *hint*, the value when the graph was traced: a comparison of the size itself would add a guard.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ except ImportError:  # torch < 2.13
 
 
 def hints(sizes) -> list[int]:
-    """Return several sizes or strides, with hints, or torch's guess, for those that vary."""
+    """Return sizes or strides, with hints, or torch's guess, for those that vary."""
     return [optimization_hint(size) for size in sizes]
 
 
@@ -47,7 +46,7 @@ def is_same(shape, other) -> bool:
 
 
 class SizeNodes:
-    """The nodes of a joint graph that compute sizes from the sizes of the graph's inputs."""
+    """The nodes of a joint graph that compute sizes from those of the graph's inputs."""
 
     def __init__(self, graph: fx.Graph):
         self.graph = graph
@@ -55,7 +54,7 @@ class SizeNodes:
         self._made: dict = {}
 
     def knows(self, value: torch.Tensor) -> bool:
-        """Return whether the sizes of a tensor follow from those of the graph's inputs, as those of `torch.nonzero` do not."""
+        """Return whether the sizes of a tensor follow from those of the inputs, as those of `torch.nonzero` do not."""
         return not free_unbacked_symbols(value) and free_symbols(value) <= self._symbols.keys()
 
     def of(self, size: int | torch.SymInt) -> int | fx.Node:

@@ -1,7 +1,6 @@
 """The uses of a tensor in a backward graph: which ops of ATen may get a dequantized copy of an argument.
 
-If an op is affine in an argument, with the others fixed, the expected value of its result for an unbiased copy is its
-result for the exact tensor. Ops that are in no list here get exact tensors.
+Those that are affine in it: the expected value for an unbiased copy is the result for the exact tensor.
 """
 
 from __future__ import annotations

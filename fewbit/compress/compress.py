@@ -65,31 +65,29 @@ def compress_(
 ) -> Controller:
     """Make a model save only a few bits per element for the backward pass, in place, and report what was changed.
 
-    Modules stay the same objects; only their classes change, each to a subclass of torch's class, and functions that
-    the model's forward calls, such as F.gelu, are compressed too. Parameters, `state_dict` keys and the training loop
-    do not change. In evaluation mode and under no_grad nothing is compressed. A second call first undoes the earlier
-    one.
+    Modules stay the same objects; only their classes change, each to a subclass of torch's class. Functions that the
+    forward calls, such as F.gelu, are compressed too. Parameters, `state_dict` keys and the training loop do not
+    change. In evaluation mode and under no_grad nothing is compressed. A second call first undoes the earlier one.
 
     Args:
         model: the model, which changes in place.
-        bits: says who chooses the bits per element of quantized inputs: FixedBits, SampleBits, AdaptiveBits, Budget,
-            ErrorBound, PreActivationBits, a Level of ActNN, or a BitConfig of your own. A whole number from 1 to 8
-            stands for FixedBits, another number for AdaptiveBits with that average, None for FixedBits(4). A mapping,
-            such as {"kind": "adaptive", "average": 2.5}, stands for the BitConfig with these fields.
+        bits: says who chooses the bits per element of quantized inputs: a BitConfig, such as FixedBits, AdaptiveBits or
+            ErrorBound, a Level of ActNN, or a mapping such as {"kind": "adaptive", "average": 2.5}. A whole number from 1
+            to 8 stands for FixedBits, another number for AdaptiveBits with that average, None for FixedBits(4).
         layers: settings of layers: LayerSettings, or a mapping of its fields except `bits`.
         include: the modules to convert: one or several glob patterns of dotted module paths, or a function (path,
             module) -> bool. The path "" is the model itself. A pattern that matches a module also matches the modules
             inside it. A module with several paths is converted if any of them matches.
         exclude: the modules to leave as they are, in the same form, even if `include` matches them.
         overrides: {glob pattern: settings of the modules that match}. Settings are LayerSettings, a mapping of its
-            fields, or None to leave the modules as they are. A number stands for `bits`, `attention_bits` and
-            `gate_bits`. If several patterns match a module, the last one holds.
+            fields, None to leave the modules as they are, or a number for `bits`, `attention_bits` and `gate_bits`. If
+            several patterns match a module, the last one holds.
         offload: HostOffload(), or a mapping of its fields, moves saved tensors from a GPU to the host's memory until
             the backward pass needs them.
         sample: an example batch: a tensor, a tuple of inputs or a mapping of keyword inputs. The report then compares
             the bytes that the exact model and the compressed model save for it. Budget needs a sample.
         verbose: whether to print the report.
-        unknown: must be empty. The error message says which settings belong in `layers`.
+        unknown: must be empty.
 
     Returns:
         The controller, an object with the report, the chosen bits, the state for a checkpoint, and methods that
@@ -149,7 +147,7 @@ def _refuse(unknown: Mapping) -> None:
 def _without_level(
     config: BitConfig, offload: HostOffload | Mapping | None
 ) -> tuple[BitConfig | None, HostOffload | None]:
-    """Return the configuration and the offload for which a `Level` stands; return other arguments unchanged."""
+    """Return the configuration and the offload for which a `Level` stands; return others unchanged."""
     if isinstance(offload, Mapping):
         offload = HostOffload.from_dict(offload)
     if offload is not None and not isinstance(offload, HostOffload):
@@ -170,7 +168,7 @@ def _settings(given: BitConfig, config: BitConfig, layers) -> ResolvedSettings:
 
 
 def _check(config: BitConfig, model, sample) -> None:
-    """Raise InputError if the configuration needs a package, a model in training mode or a sample that is missing."""
+    """Raise InputError if a package, training mode or a sample is missing."""
     if isinstance(config, ErrorBound):
         check_codec(config.codec)
     if isinstance(config, Budget):
@@ -201,9 +199,9 @@ def _settings_within(
 ) -> tuple[ResolvedSettings, dict]:
     """Find the settings with the largest average bits per element with which a forward pass fits a budget.
 
-    The policy does not choose the bits of all tensors. Those of activations and of `everything`, for example, follow
-    from the average, rounded down. So whole numbers are tried in turn. Returns also the sizes of the tensors whose bits
-    the policy chooses. Raises InputError if there are none, or if the budget is too small for 1 bit.
+    Whole numbers are tried in turn, because the bits of tensors that the policy does not choose, as those of
+    `everything`, follow from the average, rounded down. Returns also the sizes of the tensors whose bits the policy
+    chooses. Raises InputError if there are none, or if the budget is too small for 1 bit.
     """
 
     def tried(whole):
@@ -232,7 +230,7 @@ def _settings_within(
 
 
 def _offloaded(context: ForwardContext, offload: HostOffload | None) -> AllocatorReport | None:
-    """Make forward passes offload saved tensors. Return the allocator's report; None if its settings stay."""
+    """Make forward passes offload saved tensors. Return the allocator's report, or None."""
     if offload is None:
         return None
     context.contexts += (Offload(),)
@@ -281,7 +279,7 @@ def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...
 
 
 def _report(report: Report, notes, model, settings, sample, before) -> Report:
-    """Add to the report what is known after the conversion: notes, bits of functions, saved bytes, shared tensors."""
+    """Add notes, bits of functions, saved bytes and shared tensors to the report."""
     changes, saved = {"notes": notes}, None
     if settings.functional:
         own = settings.make_activation_quantizer(None)  # None if activations save codes

@@ -53,7 +53,7 @@ class Controller:
 
     @property
     def report(self) -> Report:
-        """The modules that were converted, and what they save now: nothing few-bit if they are frozen or in eval mode."""
+        """The modules that were converted, and what they save now."""
         return self._report if self._ended else as_now(self._report, self.model)
 
     @property
@@ -91,9 +91,9 @@ class Controller:
     ) -> GradientRatio:
         """Compare the gradients of the model, as it is compressed now, with exact gradients.
 
-        The model and torch's random state do not change. The measurement takes the memory of two more models, of three
-        gradients and of the tensors that an exact model saves. With ErrorBound, a BoundWarning is given if the ratio
-        exceeds 1 + e2 by more than three standard errors.
+        The model and torch's random state do not change. The measurement takes the memory of two more models and three
+        gradients. With ErrorBound, a BoundWarning is given if the ratio exceeds 1 + e2 by more than three standard
+        errors.
 
         Args:
             batch: a tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable,
@@ -105,8 +105,7 @@ class Controller:
 
         Returns:
             A `GradientRatio` with the ratio E|g^|^2 / E|g|^2 and the relative error E|g^ - g|^2 / |g|^2 over all
-            parameters. g^ is the gradient of the compressed model, g the exact gradient, and E the mean over the draws.
-            A bias of g^ increases the relative error; one that makes gradients smaller decreases the ratio.
+            parameters, of the compressed gradient g^ and the exact gradient g.
 
         Raises:
             InputError: the model or the batch cannot be measured.
@@ -169,7 +168,7 @@ class Controller:
 
     @property
     def _ended(self) -> str:
-        """The reason why the controller no longer belongs to a compressed model; "" if it still does."""
+        """The reason why the controller no longer belongs to a compressed model, or ""."""
         if self.model is None:
             return "of a model that is gone"
         if self._was_attached and not _is_attached(self.context, self.model):

@@ -221,7 +221,6 @@ class FunctionQuantizers:
             return theirs()
 
     def _quantizer_of(self, function: str, is_attention: bool) -> Quantizer:
-        """Return the quantizer of a function in the running module, which all its calls there share."""
         if function in _NORMS:
             return self._own(function, self.norm_quantizer)
         return self._own(function, self.attention_quantizer if is_attention else self.quantizer)
@@ -290,7 +289,7 @@ class FunctionMode(ReplacingMode):
         return (own or self.settings).call(ours, family, theirs, moved, given)
 
     def _expose(self, args) -> None:
-        """Stop layers from sharing a quantized copy of the tensor args[0], whose memory may now change unnoticed."""
+        """Stop layers from sharing a copy of the tensor args[0], whose memory may now change unnoticed."""
         context = self.settings.quantizer.context
         forward = None if context is None else context.running()
         if forward is None or not args or not isinstance(args[0], torch.Tensor):
@@ -304,7 +303,6 @@ leave_to_interpreter(FunctionMode.__torch_function__.__code__)
 
 
 def _has_large(args) -> bool:
-    """Return whether a tensor among the arguments has at least LEAST_ELEMENTS elements."""
     # The first argument of einsum is a text.
     tensors = contractions.operands_of(args[1:]) if args and isinstance(args[0], str) else args
     return any(isinstance(x, torch.Tensor) and x.numel() >= LEAST_ELEMENTS for x in tensors)

@@ -42,7 +42,7 @@ class Kind(NamedTuple):
 
     @property
     def one_bit(self) -> bool:
-        """Return whether the kind is an activation whose derivative has two values, which 1 bit represents exactly."""
+        """Return whether the kind is an activation whose derivative has two values."""
         return issubclass(self.becomes, TwoValued)
 
 
@@ -142,7 +142,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def _misfit_of(module: nn.Module) -> str | None:
-    """Return why an activation's settings, such as `alpha`, have no table; None if they have one or need none."""
+    """Return why an activation's settings, such as `alpha`, have no table, or None."""
     cls = class_of(module)
     # In training the slopes of RReLU are random and need no table.
     if cls not in ACTIVATIONS or cls is nn.RReLU:
@@ -231,7 +231,7 @@ def replaced(module: nn.Module) -> str | None:
 
 
 def methods_of_liger(module: nn.Module) -> dict[str, object]:
-    """Return {name: method} of the methods that Liger has set on the instance. They compute the same as the class's."""
+    """Return {name: method} of the methods that Liger has set on the instance, which compute the same as the class's."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -264,7 +264,7 @@ def saves_nothing(module: nn.Module) -> bool:
 
 
 def saved_exactly(module: nn.Module) -> str:
-    """Return what a converted module whose gradients stay exact saves, as a text for the report."""
+    """Return what a converted module whose gradients stay exact saves."""
     found = (text for classes, text in _SAVED_EXACTLY.items() if isinstance(module, classes))
     return next(found, "exact")
 
@@ -275,7 +275,7 @@ def is_fewbit(module: nn.Module) -> bool:
 
 
 def name_of(cls: type) -> str:
-    """Return the public name of one of fewbit's classes, such as "fewbit.nn.Linear"; "fewbit's" if it has none."""
+    """Return the public name of one of fewbit's classes, such as "fewbit.nn.Linear", else "fewbit's"."""
     if is_activation(cls):
         return f"fewbit.{cls.__name__}"
     return f"fewbit.nn.{cls.__name__}" if hasattr(few, cls.__name__) else "fewbit's"

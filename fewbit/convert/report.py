@@ -13,9 +13,9 @@ from fewbit.render.view import Column, View
 from fewbit.sizes import counted
 
 LEAST_PARENT = 12
-"""The length from which on a path that all modules share is printed only once."""
+"""From this length on, a path that all modules share is printed only once."""
 MOST_ROWS = 16
-"""The number of rows from which on modules with equal last names and equal cells share a row."""
+"""From this number of rows on, modules with equal last names and equal cells share a row."""
 
 
 class ConvertedModule(NamedTuple):
@@ -46,7 +46,7 @@ class ConvertedModule(NamedTuple):
 
     @property
     def saves(self) -> str:
-        """The text that says how many bits per element the module saves."""
+        """The text for the bits that the module saves."""
         if self.evaluated:
             return "as torch, in eval()"
         if self.frozen:
@@ -166,7 +166,7 @@ class Report(Result):
 
 
 def _common_parent(paths: list[str]) -> str:
-    """Return the path of the innermost module that contains all modules; "" if this saves little or is the model."""
+    """Return the path of the innermost module that contains all modules; "" if this saves little."""
     parents = [path.split(".")[:-1] for path in paths]
     common = []
     for names in zip(*parents, strict=False):
@@ -178,7 +178,6 @@ def _common_parent(paths: list[str]) -> str:
 
 
 def _is(row: ConvertedModule) -> str:
-    """Return the name of the new class; "fewbit's" if the old class has the same name."""
     old = row.before
     return "fewbit's" if row.after in (f"fewbit.{old}", f"fewbit.nn.{old}") else row.after
 

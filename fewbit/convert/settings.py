@@ -141,7 +141,7 @@ class ResolvedSettings:
     def make_norm_quantizer(
         self, context: ForwardContext, name: str = "", is_before_linear: bool = False
     ) -> Quantizer:
-        """Make the quantizer for the norm `name`, whose result linear layers usually get if `is_before_linear`."""
+        """Make the quantizer for the norm `name`; `is_before_linear` if linear layers usually get its result."""
         # The norm's copy is in fixed point, or has the bits that the user gave.
         if self.fuses_norms or self.has_own_bits:
             return self.make_quantizer(context, name)
@@ -161,13 +161,12 @@ class ResolvedSettings:
     def make_activation_quantizer(
         self, context: ForwardContext, name: str = ""
     ) -> Quantizer | None:
-        """Make the quantizer for the input of the activation `name`; None if it saves codes of its derivative."""
+        """Make the quantizer for the activation `name`; None if it saves codes of its derivative."""
         if not self.recomputes:
             return None
         return self._special(None, EXTRA_BITS_OF_ACTIVATIONS, context, name)
 
     def _special(self, given, extra, context, name) -> Quantizer:
-        """Make a quantizer with the bits that the user gave, or with usual ones."""
         if self.adapts:
             bits = self.bits if given is None else given
             return self._quantizer(bits, context, name, given is not None)

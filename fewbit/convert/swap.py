@@ -162,12 +162,12 @@ def is_converted(module: nn.Module) -> bool:
 
 
 def name_of_attention(path: str) -> str:
-    """Return "<path>:attention", the name under which reports list q, k and v of the module at `path`."""
+    """Return "<path>:attention", the name of q, k and v of the module at `path` in reports."""
     return f"{path}:attention"
 
 
 def may_call(module: nn.Module) -> bool:
-    """Return whether a module's forward may call other modules or functions: all but childless ones of torch.nn and fewbit."""
+    """Return whether a module's forward may call others: all but childless modules of torch.nn and fewbit."""
     if next(module.children(), None) is not None:
         return True
     return not (kinds.is_fewbit(module) or type(module).__module__.startswith("torch.nn."))
@@ -228,7 +228,7 @@ def _row(path: str, before: str, module: nn.Module, bits: float | None) -> Conve
 
 
 def as_now(report: Report, model: nn.Module) -> Report:
-    """Return the report with the modules that are frozen, or in evaluation mode while others train, as the model is now."""
+    """Return the report with the modules that are frozen, or in evaluation mode while others train, as they are now."""
     modules, rows = dict(model.named_modules()), []
     trains = any(module.training for module in modules.values())
     for row in report.converted:
@@ -272,14 +272,14 @@ def _convert_again(
 
 
 def _configured_attributes(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the attributes that `_configure` sets in modules of fewbit's class `cls`."""
+    """Return the names of the attributes that `_configure` sets in modules of a class."""
     if issubclass(cls, Quantized):
         return "quantizer", "copies", "attention_quantizer"
     return ("bits", "table", "quantizer") if kinds.is_activation(cls) else ()
 
 
 def _configure(path, module, settings, context) -> float | None:
-    """Set the quantizer or the bits of a module of fewbit. Return the bits per element; None if it stays exact."""
+    """Set the quantizer or the bits of a module of fewbit. Return its bits, or None."""
     if isinstance(module, Quantized):
         make = settings.make_quantizer
         if isinstance(module, GatedUnit):
@@ -313,7 +313,7 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def _class_before(path: str, module: nn.Module, original: Original) -> type[nn.Module]:
-    """Return the class that `restore_` gives a converted module. Raise InputError if it cannot be determined."""
+    """Return the class that `restore_` gives a converted module. Raise InputError if it is not known."""
     cls = untracked_class(module)
     is_known = issubclass(cls, original.becomes)
     before = rebase(cls, original.becomes, original.cls) if is_known else None
@@ -331,7 +331,7 @@ def _class_before(path: str, module: nn.Module, original: Original) -> type[nn.M
 def _convert_attention(
     model: nn.Module, selected: Iterable[Selected], context: ForwardContext
 ) -> list[ConvertedModule | SkippedModule]:
-    """Convert attention in models of transformers, which a function of transformers computes, and not a module."""
+    """Convert attention in models of transformers, which a function computes."""
     own = settings_by_module(selected)
 
     def quantizer(path, module):
@@ -353,7 +353,7 @@ def _convert_attention(
 def _attach(
     model, settings: ResolvedSettings, selected: list[Selected], context: ForwardContext
 ) -> None:
-    """Make the model's forward passes run within the context, which replaces functions and knows the running module."""
+    """Make the model's forward passes run within the context."""
     own = [one.settings for one in selected if one.settings is not None]
     if settings.functional or any(module_settings.functional for module_settings in own):
         context.contexts = (FunctionMode(settings.make_function_quantizers(context)),)
@@ -375,7 +375,6 @@ def _attach(
 
 
 def _graph_compressor(settings: ResolvedSettings, selected) -> GraphCompressor | None:
-    """Return the object that compresses what torch's operations save, or None if no settings ask for it."""
     usual, own = settings.make_graph_settings(), {}
     for path, module, _, chosen in selected:
         is_cell = kinds.is_cell(module)

@@ -117,7 +117,6 @@ def _set(config, name: str) -> None:
 
 
 def _why_not(cls, config) -> str | None:
-    """Return the reason why a model cannot use fewbit's attention; None if it can."""
     if config._attn_implementation == NAME:
         return None
     if config._attn_implementation == "eager":

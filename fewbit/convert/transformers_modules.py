@@ -32,7 +32,7 @@ def becomes(module: nn.Module) -> type[nn.Module] | None:
 
 
 def misfit_of(module: nn.Module) -> str | None:
-    """Return why a module of a recognized class cannot be converted; None if it can. None also for other classes."""
+    """Return why a module of a recognized class cannot be converted, or None."""
     adapter = _adapter(class_of(module))
     if adapter is LigerRMSNorm:
         return LigerRMSNorm.misfit_of(module)
@@ -43,7 +43,7 @@ def misfit_of(module: nn.Module) -> str | None:
 
 
 def original(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class of transformers that a converted module had; None if it was not converted."""
+    """Return the class that a converted module of transformers had, or None."""
     return type(module).original if isinstance(module, _Adapted) else None
 
 
@@ -76,7 +76,7 @@ def _blank(cls: type[nn.Module]) -> nn.Module:
 
 @cache
 def _adapter(cls: type[nn.Module]) -> type[Quantized] | None:
-    """Return the mixin that has the new forward for a class of transformers; None if the class is not recognized."""
+    """Return the mixin that has the new forward for a class of transformers, or None."""
     if cls.__module__ == "transformers.pytorch_utils" and cls.__name__ == "Conv1D":
         return Conv1D
     if not cls.__module__.startswith(("transformers.models.", "liger_kernel.transformers.")):

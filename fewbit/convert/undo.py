@@ -25,7 +25,7 @@ _TABLES = (
 
 
 class _Before:
-    """A snapshot of all that a conversion changes in a model: classes, attributes, hooks, attention implementations."""
+    """A snapshot of all that a conversion changes in a model."""
 
     def __init__(self, model):
         self._modules, self._configs = [], []
@@ -44,7 +44,7 @@ class _Before:
                 self._configs.append((config, config._attn_implementation_internal))
 
     def put_back(self) -> None:
-        """Restore the whole snapshot. Calling this twice has the same effect as calling it once."""
+        """Restore the whole snapshot. A second call does nothing."""
         for module, (cls, made, bases), own, tables in self._modules:
             for name in [name for name in vars(module) if name not in own]:
                 vars(module).pop(name, None)

@@ -1,7 +1,7 @@
 """Policies: objects that choose the bits of each saved tensor while the model trains.
 
-To add a policy, write one file with a subclass of `BitPolicy`, and register a function with `make_policy`. This folder
-may import `fewbit.convert`, `fewbit.runtime` and `fewbit.render`; only `fewbit.compress` creates policies.
+To add one, write a subclass of `BitPolicy`, and register a function with `make_policy`. This folder may import
+`fewbit.convert`, `fewbit.runtime` and `fewbit.render`.
 """
 
 from fewbit.policies.make import make_policy

@@ -1,7 +1,4 @@
-"""The policy of `AdaptiveBits` (level L3 of the paper ActNN, Chen et al., ICML 2021): what affects the gradient more gets more bits.
-
-All processes use the measurements summed over all processes, so they choose the same bits.
-"""
+"""The policy of `AdaptiveBits` (ActNN, Chen et al., ICML 2021, level L3): what affects the gradient more gets more bits."""
 
 from __future__ import annotations
 
@@ -267,7 +264,7 @@ def _averages(owners, elements, bits) -> dict[tuple[str, int], float]:
 
 
 def _in_units_of(now: Mapping, before: Mapping) -> dict[tuple[str, int], SlotVariance]:
-    """Return the earlier measurements, scaled to the total sensitivity of the new one, because the loss may have changed its scale."""
+    """Return the earlier measurements, scaled to the total of the new one, because the loss may have changed its scale."""
     both = [name for name, slot in now.items() if name in before and slot.is_known]
     total, total_before = (sum(slots[name].sensitivity for name in both) for slots in (now, before))
     ratio = total / total_before if total > 0 and total_before > 0 else 1.0

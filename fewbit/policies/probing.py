@@ -1,7 +1,6 @@
 """The base class of policies that measure some forward passes, and choose bits by the measurements.
 
-The results of a probe are copied to the host without waiting, and the policy learns from them in a later step, after an
-exchange among the processes that train the model.
+The policy learns from a probe's results in a later step, after a copy to the host and an exchange among processes.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class ProbeRun:
         return self.result if self.probe is None else self.probe.results()
 
     def pending(self) -> ProbeRun | None:
-        """Return a copy for a controller's state, with the probe's result instead of the probe; None before the backward pass."""
+        """Return a copy for a controller's state, with the result instead of the probe; None before the backward pass."""
         if self.probe is None or self.is_sent:
             return replace(self, probe=None, result=self.results())
         if not self.probe.has_run():
@@ -128,11 +127,11 @@ class ProbingPolicy(BitPolicy):
         return self.schedule.step
 
     def report_unobserved(self, layer: str, reason: str) -> None:
-        """Record that probes cannot measure the saved tensors of a layer, for one of the reasons in `unobserved.REASONS`."""
+        """Record why probes cannot measure the saved tensors of a layer, one of `unobserved.REASONS`."""
         self._unobserved.add(layer, reason)
 
     def unobserved_layers(self, model) -> dict[str, str]:
-        """Return {layer: reason in words} of the layers of the model whose saved tensors probes cannot measure."""
+        """Return {layer: reason in words} of the layers that probes cannot measure."""
         found = self._unobserved.found(model, {layer for layer, _ in self.knowledge.slots})
         return {layer: found[layer] for layer in self._layers if layer in found}
 
@@ -172,13 +171,13 @@ class ProbingPolicy(BitPolicy):
     # -- In a forward pass ---------------------------------------------------------------------------------------
 
     def assign(self, inputs, probe=None) -> BitAssignment:
-        """Return a bit assignment with the present bits, for a forward pass that does not count as a step."""
+        """See `BitPolicy.assign`."""
         assignment = super().assign(inputs, probe)
         self.apply_to(assignment)
         return assignment
 
     def begin(self, module, inputs) -> BitAssignment:
-        """Return the bit assignment of a forward pass of `module` that begins, with a probe if a measurement is due."""
+        """See `BitPolicy.begin`. If a measurement is due, the assignment has a probe."""
         assignment = super().begin(module, inputs)
         if is_capturing() or torch._C._functorch.maybe_current_level() is not None:
             return assignment
@@ -202,7 +201,7 @@ class ProbingPolicy(BitPolicy):
         return True
 
     def _next_probe(self, path: str, groups, lag: int):
-        """Continue the measurement under way, and count a step. Return a new probe if a measurement is due, else None."""
+        """Count a step. Return a new probe if a measurement is due."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None and not groups:
             self.take_in(loaded.result)
@@ -254,11 +253,11 @@ class ProbingPolicy(BitPolicy):
     # -- State ---------------------------------------------------------------------------------------------------
 
     def settings(self) -> dict:
-        """Return the settings on which the policy's bits depend, as an entry of a state."""
+        """Return the settings on which the policy's bits depend."""
         return {}
 
     def state_dict(self) -> dict:
-        """Return the state: plain numbers and strings, and tensors if the user has numbered the samples."""
+        """See `BitPolicy.state_dict`."""
         with self._lock:
             run = self._loaded if self._run is None else self._run.pending()
         pending = None
@@ -289,7 +288,6 @@ class ProbingPolicy(BitPolicy):
             self._roll_back((schedule, loaded, knowledge))
 
     def _check_kind(self, state: Mapping) -> None:
-        """Raise InputError unless the state is from this kind of policy, and of this version."""
         if "version" not in state or state.get("policy", self.kind) != self.kind:
             raise wrong_state(self.kind, state)
         if state["version"] != VERSION:

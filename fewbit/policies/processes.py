@@ -8,10 +8,7 @@ from torch import distributed
 from fewbit.runtime.parallel.process_groups import ProcessGroups, is_distributed_run, process_groups
 
 LAG = 4
-"""The number of forward passes from the end of a measurement to its use, if several processes train on GPUs.
-
-All processes have to use the numbers in the same step, so no process may use them as soon as they reach its host.
-"""
+"""The number of forward passes from the end of a measurement to its use, the same in several processes on GPUs."""
 
 
 def groups_of(module) -> tuple:
@@ -21,7 +18,7 @@ def groups_of(module) -> tuple:
 
 
 def lag_of(module, groups) -> int:
-    """Return how many forward passes of `module` lie between the end of a measurement and its use in all processes."""
+    """Return the lag of a measurement in a forward pass of `module`."""
     if not groups:
         return 0
     parameter = next(module.parameters(), None)
@@ -32,7 +29,7 @@ def lag_of(module, groups) -> int:
 
 
 def gather(value, groups) -> list:
-    """Wait until all processes have called this function, and return their values, in the same order in all processes."""
+    """Return the values of all processes, in the same order in all."""
     values = [value]
     for group in groups:
         parts = [None] * distributed.get_world_size(group)

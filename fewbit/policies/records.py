@@ -1,8 +1,4 @@
-"""Records: frozen dataclasses that can be stored in a controller's state and merged over processes.
-
-`plain` makes plain numbers, strings, lists and dictionaries from a record, and `read` makes the record from them, by
-the types of its fields.
-"""
+"""Records: frozen dataclasses that can be stored in a controller's state, by `plain` and `read`, and merged over processes."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ def root_sum_square(values: list) -> float:
 
 
 def vector_sum(values: list[tuple | None]) -> tuple | None:
-    """Return the sum of vectors, with zeros appended to shorter ones. None is skipped, and is the sum of no vectors."""
+    """Return the sum of vectors, with zeros appended to shorter ones, without those that are None."""
     vectors = [vector for vector in values if vector is not None]
     length = max(map(len, vectors), default=0)
     padded = [(*vector, *[0.0] * (length - len(vector))) for vector in vectors]
@@ -49,7 +45,7 @@ def vector_sum(values: list[tuple | None]) -> tuple | None:
 
 
 def vector_mean(values: list[tuple | None]) -> tuple | None:
-    """Return the mean of vectors, without those that are None; None if there are none, or if their lengths differ."""
+    """Return the mean of vectors, without those that are None; None if their lengths differ."""
     vectors = [vector for vector in values if vector is not None]
     if len(set(map(len, vectors))) != 1:
         return None
@@ -57,7 +53,7 @@ def vector_mean(values: list[tuple | None]) -> tuple | None:
 
 
 def merge_by_key(values: list[Mapping]) -> dict:
-    """Merge the mappings of all processes. Records with the same key become one; keys stay in order of appearance."""
+    """Merge the mappings of all processes. Records with the same key become one."""
     by_key: dict = {}
     for mapping in values:
         for key, value in mapping.items():
@@ -66,12 +62,12 @@ def merge_by_key(values: list[Mapping]) -> dict:
 
 
 def merged_by(merge: Callable[[list], object], default=MISSING, **options):
-    """Return a dataclass field whose values in all processes become one value: merge([value of each process])."""
+    """Return a dataclass field whose values in all processes become merge([value of each process])."""
     return field(metadata={"merge": merge}, default=default, **options)
 
 
 class Record:
-    """The base of dataclasses that are parts of a state. A field without `merged_by` has the first process's value."""
+    """The base of parts of a state. A field without `merged_by` has the first process's value."""
 
     @property
     def key(self):
@@ -80,7 +76,7 @@ class Record:
 
     @classmethod
     def merged(cls, records: list[Self]) -> Self:
-        """Merge the records of all processes about one thing, such as a slot, in rank order, into one record."""
+        """Merge the records of all processes about one thing, in rank order."""
         merged = {
             item.name: item.metadata.get("merge", first)(
                 [getattr(made, item.name) for made in records]
@@ -91,7 +87,7 @@ class Record:
 
 
 def plain(value):
-    """Return a value as a state stores it. A mapping becomes the list of its values, from which its keys follow."""
+    """Return a value as a state stores it. A mapping becomes the list of its values."""
     if isinstance(value, Record):
         return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
@@ -160,7 +156,7 @@ def wrong(where: str, expected: str, got) -> InputError:
 
 
 def check_layer(name: str, names, kind: str = "layer") -> None:
-    """Raise InputError if a state contains a name that is not in `names`; `kind` is the noun before it in the message."""
+    """Raise InputError if a state contains a name that is not in `names`; `kind` is the noun in the message."""
     if name not in names:
         raise InputError(
             f"expected the state of this model's controller, got one with a {kind} {shorten(name)}, which it lacks"

@@ -1,7 +1,4 @@
-"""The schedule of a policy's measurements: it says in which forward pass the next measurement takes place.
-
-A training loop may call several modules of a model one by one. These modules are then measured in turn.
-"""
+"""The schedule of a policy's measurements. Modules that the training loop calls one by one are measured in turn."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ PATIENCE = 16
 
 
 class Turn(NamedTuple):
-    """A module that the training loop calls: its path, and the steps of its latest call and its latest measurement."""
+    """A module that the training loop calls: its path, and the steps of its latest call and measurement."""
 
     path: str
     latest: int

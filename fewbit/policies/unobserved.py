@@ -1,7 +1,4 @@
-"""The layers whose saved tensors probes cannot measure, with the reasons. Policies leave their bits alone.
-
-Each process has its own list of these layers, which is not stored in a state.
-"""
+"""The layers whose saved tensors probes cannot measure, in this process. Policies leave their bits alone."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from fewbit.runtime.interop.module_calls import is_compiled
 from fewbit.runtime.saved.assignment import ALONE, COMPILED, REENTRANT
 
 FORGOTTEN = 8
-"""The number of measurements without a slot or a layer after which it is forgotten."""
+"""The number of measurements after which a slot or a layer without one is forgotten."""
 REASONS = {
     COMPILED: "inside torch.compile",
     REENTRANT: "in a checkpoint with use_reentrant=True; use use_reentrant=False",

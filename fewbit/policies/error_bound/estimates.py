@@ -1,6 +1,6 @@
 """The error-bound policy's knowledge: estimates for each saved tensor and activation, from the last measurements.
 
-All squared norms of a measurement are divided by the sum of its V^2, so a scale factor of the loss changes nothing.
+Squared norms are divided by the measurement's sum of V^2, so a scale factor of the loss changes nothing.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class TensorEstimate(Record):
         return min(found, key=lambda pair: pair[0], default=(math.inf, None))
 
     def least_average(self, dx2: float, window: str) -> float | None:
-        """Return the lowest average bits with which the mean squared error is at most `dx2`; None if 8 bits are not enough."""
+        """Return the lowest average bits with which the mean squared error is at most `dx2`, or None."""
         parts = parts_of(self.samples)
         alike = [spread for spread in self.spreads if len(spread) == parts]
         combined = max if window == "max" else mean
@@ -165,7 +165,7 @@ class TensorEstimate(Record):
 
     @property
     def ratio(self) -> float | None:
-        """The largest E|g^|^2 / E|g|^2 of gradients that depend on this tensor; None before the first measurement."""
+        """The largest E|g^|^2 / E|g|^2 of gradients that depend on this tensor, or None."""
         seen = (constraint.pairs for constraint in self.constraints.values())
         pairs = [_mean_pair(pairs) for pairs in seen if pairs]
         return max((ratio_of(pair) for pair in pairs if pair.exact2 > 0), default=None)
@@ -187,7 +187,7 @@ class ActivationEstimate(Record):
         return self.name
 
     def allowed(self, e2: float, window: str) -> float:
-        """Return the largest error max |q - f'| of the activation's table that the bound on the input's gradient allows."""
+        """Return the largest error max |q - f'| that the bound on the input's gradient allows."""
         if window == "max":
             return min(allowed_error(row.grad2, e2, row.v2) for row in self.rows)
         v2, grad2 = (mean(values) for values in zip(*self.rows, strict=True))

@@ -1,7 +1,4 @@
-"""The largest error of a saved tensor with which the squared error of a gradient stays within AC-GC's bound e2 V^2.
-
-docs/concepts/theory/ac_gc.md derives the squared error of the gradients of each kind of layer.
-"""
+"""The largest error of a saved tensor within AC-GC's bound e2 V^2 (docs/concepts/theory/ac_gc.md)."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ from fewbit.errors import InputError
 
 
 def tolerance(e2: float, v2: float) -> float:
-    """Return e2 V2, the squared gradient error that AC-GC allows in its formula (6); 0 if a factor is 0, even beside infinity."""
+    """Return e2 V2, the squared gradient error that AC-GC allows in its formula (6); 0 if a factor is 0."""
     e2, v2 = square("e2", e2), square("v2", v2)
     return e2 * v2 if e2 and v2 else 0.0
 
 
 def square(name: str, value: float) -> float:
-    """Return the value as a float. Raise InputError, which calls the value `name`, if it is negative or NaN."""
+    """Return the value as a float. Raise InputError if it is negative or NaN."""
     value = float(value)
     if not value >= 0:
         raise InputError(f"expected {name} of 0 or more, got {value}")
@@ -25,7 +22,7 @@ def square(name: str, value: float) -> float:
 
 
 def quotient(allowed: float, cost: float) -> float:
-    """Return allowed / cost, the largest error for which error * cost is at most `allowed`; infinity if `cost` is 0."""
+    """Return allowed / cost; infinity if `cost` is 0."""
     if cost == math.inf:
         return 0.0
     return allowed / cost if cost > 0 else math.inf

@@ -55,7 +55,7 @@ def next_start(
 
 
 def total_ratio(slots: Slots, exact: Container) -> float | None:
-    """Return E|g^|^2 / E|g|^2 over all slots, of parameters if any was measured; None before the first measurement."""
+    """Return E|g^|^2 / E|g|^2 over all slots, of parameters if any was measured, or None."""
     of_parameters, of_all = _totals(slots, exact)
     return ratio_of(of_parameters if of_parameters.exact2 > 0 else of_all)
 

@@ -1,7 +1,7 @@
 """The result of a probe of the error-bound policy, in one process or merged over several.
 
-Processes round independently, so each coefficient of a merged D is the root of the sum of its squares, which by
-Minkowski's inequality gives an upper bound of the sum of all D.
+Each coefficient of a merged D is the root of the sum of its squares, an upper bound by Minkowski's inequality, because
+processes round independently.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def parts_of(samples: int) -> int:
 
 @dataclass(frozen=True)
 class ActivationNorms(Record):
-    """The measurements of one few-bit activation: the squared norms of its input's and its result's gradient, summed over calls."""
+    """The squared norms of the gradients of one few-bit activation's input and result, summed over calls."""
 
     name: str
     function: str
@@ -134,7 +134,7 @@ class ActivationNorms(Record):
 
 @dataclass(frozen=True)
 class ProbeResult(Record):
-    """The measurements of saved tensors, by (layer, number of the input), and of activations, by name, in one step."""
+    """The measurements of saved tensors, by slot, and of activations, by name, in one step."""
 
     slots: Mapping[tuple[str, int], TensorNorms] = merged_by(merge_by_key, default_factory=dict)
     activations: Mapping[str, ActivationNorms] = merged_by(merge_by_key, default_factory=dict)

@@ -73,11 +73,11 @@ class ErrorBoundPolicy(ProbingPolicy):
 
     @property
     def ratio(self) -> float | None:
-        """E|g^|^2 / E|g|^2 over all layers, as measured by `monitor.py`; None before the first measurement."""
+        """E|g^|^2 / E|g|^2 over all layers, or None."""
         return monitor.total_ratio(self.knowledge.slots, self._exact())
 
     def tables(self, model, ended: str) -> dict:
-        """Return {"bounds": table of the allowed errors, "allocation": table without rows}; see `BitPolicy.tables`."""
+        """Return {"bounds": table, "allocation": table without rows}."""
         empty = "no bounds found yet: that comes after the first steps of training, with gradients that are finite"
         unobserved = self.unobserved_layers(model)
         return {
@@ -94,7 +94,7 @@ class ErrorBoundPolicy(ProbingPolicy):
     # -- In a forward pass -----------------------------------------------------------------------------------
 
     def new_probe(self) -> ErrorBoundProbe:
-        """Return a new probe, which also computes exact gradients for the slots that `monitored` returns."""
+        """Return a new probe."""
         return ErrorBoundProbe(self.step, frozenset(self.monitored()))
 
     def apply_to(self, assignment: BitAssignment) -> None:
@@ -124,7 +124,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         return ProbeResult.merged([result or ProbeResult() for result in results])
 
     def learn(self, result: ProbeResult | None) -> BoundKnowledge:
-        """Return the knowledge after one more measurement, or `self.knowledge` itself if the result is of no use."""
+        """See `ProbingPolicy.learn`."""
         known, result = self.knowledge, result or ProbeResult()
         total = math.fsum(
             constraint.v2 for slot in result.slots.values() for constraint in slot.constraints

@@ -1,7 +1,6 @@
 """The bits that an activation's table needs so that the table's largest error is within a bound.
 
-The error of q is the same in every step and does not average out, so the bound is that of the worst case
-(docs/concepts/theory/ac_gc.md, section 8).
+The error of q does not average out, so the bound is that of the worst case (docs/concepts/theory/ac_gc.md, section 8).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def is_known(function: str, parameters: tuple[float, ...]) -> bool:
 
 
 def allowed_error(grad2: float, e2: float, v2: float) -> float:
-    """Return the largest error E of an activation's table, max |q - f'|, that the bound allows: E^2 grad2 = e2 v2."""
+    """Return the largest error E of an activation's table that the bound allows: E^2 grad2 = e2 v2."""
     return math.sqrt(quotient(tolerance(e2, v2), square("grad2", grad2)))
 
 

@@ -31,7 +31,7 @@ MOST_RATIO = 1e250
 
 
 def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) -> TensorEstimate:
-    """Return the knowledge of a slot after one more measurement, whose V^2 over all gradients add up to `total`."""
+    """Return the knowledge of a slot after one more measurement, with `total`, the sum of V^2 over all gradients."""
     scale = (now.samples or 1) / now.elements if now.elements else 0.0
     spread = tuple(capped(scale * square) for square in now.squares[: parts_of(now.samples)])
     weights, weighed, spreads = None, 0, ()
@@ -62,7 +62,7 @@ def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) 
 
 
 def updated(before: Mapping, now: Mapping, update: Callable) -> dict:
-    """Return estimates by name, updated with one measurement; without estimates that more than FORGOTTEN have missed."""
+    """Return estimates by name, updated with one measurement; without those that more than FORGOTTEN have missed."""
     found = {}
     for name in {**before, **now}:
         if name in now:

@@ -223,7 +223,7 @@ def _made_contiguous(x, function: str):
 
 
 def check_inplace(x, function: str, plain: bool) -> None:
-    """Raise InputError if f(x) may not be written to x; `plain` is `is_plain(x)`. Call this before anything is written."""
+    """Raise InputError if f(x) may not be written to x; `plain` is `is_plain(x)`."""
     view = plain and x._is_view()
     is_of_leaf = x._base.is_leaf if view else x.is_leaf
     if is_of_leaf:
@@ -243,7 +243,7 @@ def check_inplace(x, function: str, plain: bool) -> None:
 
 
 def _kind_of_view(x) -> str:
-    """Return a text that says why autograd does not let the view x be overwritten, and what to do."""
+    """Return why autograd does not let the view x be overwritten, and what to do."""
     meta, kinds = _creation_meta(x), torch._C._autograd.CreationMeta
     maker = type(x.grad_fn).__name__.removesuffix("Backward") if x.grad_fn is not None else ""
     if maker == "BackwardHookFunction":

@@ -135,7 +135,7 @@ class Transformable(Traceable):
 
 
 def _product(grad, packed, encoding, stride, anchors):
-    """Return the gradient of x, in eager mode connected to the anchors, so that differentiating it raises GradientError."""
+    """Return the gradient of x, connected to the anchors in eager mode, so that differentiating it raises GradientError."""
     if torch.compiler.is_compiling():
         return activation_ops.decode_mul_op(grad, packed, encoding, stride)
     return Product.apply(grad, packed, encoding, stride, *anchors)

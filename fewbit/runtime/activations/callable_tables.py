@@ -57,7 +57,7 @@ def _solve(function, bits, device, dtype) -> Table:
 
 
 def check_table(function, table: Table) -> None:
-    """Raise TableError if a table is known to be that of another function. Do nothing if the callable cannot be called yet."""
+    """Raise TableError if a table is known to be that of another function."""
     first = next(iter(function.parameters()), None) if isinstance(function, nn.Module) else None
     device, dtype = (_CPU, torch.float32) if first is None else (first.device, first.dtype)
     try:
@@ -109,7 +109,7 @@ def name_of(function) -> str:
 
 
 def check_result(function, result) -> None:
-    """Raise FunctionError unless the callable's result is a tensor that needs no gradient, as its input needed none."""
+    """Raise FunctionError unless the callable's result is a tensor that needs no gradient."""
     if not isinstance(result, torch.Tensor):
         raise FunctionError(
             f"{name_of(function)}: expected a callable that returns a tensor, got {type(result).__name__}"
@@ -154,7 +154,7 @@ def _used(function) -> tuple:
 
 
 def _key_of(value):
-    """Return a number itself, so that lambdas with equal numbers get equal keys, or the id of any other value."""
+    """Return a number itself, so that lambdas with equal numbers get equal keys, or the id of another value."""
     return value if type(value) in (int, float, bool) else (id(value),)
 
 

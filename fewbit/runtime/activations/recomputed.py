@@ -100,7 +100,7 @@ def _result(function, parameters, x):
 
 
 def copies_of_input(x: Tensor, function: str, encoding: Encoding) -> list:
-    """Return the copies of an activation's input from which its result can be computed again (`computed.copies_of`)."""
+    """Return the copies of an activation's input from which its result can be computed (`computed.copies_of`)."""
     fits = function in _SIDES and encoding.bits == 1 and not encoding.unbiased
     return computed.copies_of(x) if fits and x.dtype != torch.float64 else []
 

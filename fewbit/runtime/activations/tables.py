@@ -87,7 +87,7 @@ def text_of(table) -> str:
 
 
 def check_choice(bits, table) -> None:
-    """Raise InputError unless `bits` is an integer from 1 to 8, and TableError unless `table` is a table or None."""
+    """Raise InputError for invalid `bits`, and TableError unless `table` is a table or None."""
     check_bits(bits)
     if table is not None and not isinstance(table, Table):
         raise TableError(

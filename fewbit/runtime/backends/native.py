@@ -68,7 +68,7 @@ class Kernels:
         self.name = name
 
     def register_ops(self) -> bool:
-        """Let torch's dispatcher call the kernels of `dense_ops.py` without Python, once in a process; return whether it does."""
+        """Let torch's dispatcher call the kernels of `dense_ops.py` without Python; return whether it does."""
         kind = type(self._kernels)
         if kind not in _registered and _kernels.load_shim(torch._C.__file__):
             table = _table(Encoding.parse(mask_text(1.0)))
@@ -114,7 +114,7 @@ class Kernels:
         self._kernels.decode_mul(table, grad, packed, out)
 
     def forward(self, x, function, parameters, encoding, seed, out):
-        """Compute an activation and the codes of x in one pass over memory, or return None."""
+        """See `reference`."""
         number, table = _NUMBERS.get(function), _table(encoding)
         if number is None or table is None or x.dtype == torch.float64:
             return None
@@ -269,7 +269,7 @@ class Kernels:
     def batch_norm_backward(
         self, packed, ranges, bits, group_size, grad, rstd, weight, needs_input=True
     ):
-        """Return the gradients of a batch norm's input, weight and bias, added up in the same order in each run."""
+        """See `reference`. Sums are added up in the same order in each run."""
         copy, _, _ = _copy(grad.shape, bits, group_size, ROTATED)
         of_weight, of_bias = torch.empty_like(rstd), torch.empty_like(rstd)
         out = torch.empty_like(grad) if needs_input else None
@@ -322,7 +322,7 @@ class Kernels:
 
 
 def _element(tensor, like):
-    """Return the one element in storage that an expanded tensor repeats, as a kernel's argument, if it fits `like`."""
+    """Return the one element that an expanded tensor repeats, as a kernel's argument, if it fits `like`."""
     if tensor.numel() != like.numel():
         raise ValueError(f"grad: expected {like.numel()} elements, got {tensor.numel()}")
     return tensor.data_ptr(), 1, _DTYPES.get(tensor.dtype, -1), tensor.get_device()
@@ -340,7 +340,7 @@ def _vectors(given, n):
 
 
 def _map(affine, mask, channels, n):
-    """Return the last arguments of `dequantize`: the buffers of vectors, `inner`, the mask and the numbers of channels."""
+    """Return the last arguments of `dequantize`: vectors, `inner`, the mask and the numbers of channels."""
     vectors = () if affine is None else _vectors(affine, n)
     if mask is None and channels is None:
         return vectors
@@ -350,7 +350,7 @@ def _map(affine, mask, channels, n):
 
 @lru_cache(maxsize=1024)
 def _table(encoding: Encoding):
-    """Return the encoding's constants as kernels read them; None if the table is too long for them."""
+    """Return the encoding's constants as kernels read them; None if there are too many."""
     if len(encoding.breaks64) > _MOST_BREAKS:
         return None
     if encoding.unbiased and len(encoding.draw.points) > _MOST_POINTS:
@@ -392,7 +392,7 @@ def _ranges(rows: int, device) -> torch.Tensor:
 
 
 def cpu(isa: str | None = None) -> Kernels:
-    """Return the CPU kernels of an instruction set: `isa`, or FEWBIT_CPU_ISA in the environment, or the processor's best."""
+    """Return the CPU kernels of an instruction set: `isa`, or FEWBIT_CPU_ISA, or the processor's best."""
     isa = isa or _asked_isa() or _kernels.cpu_isas()[0]
     return Kernels(_kernels.Cpu(isa), _widths, isa)
 
@@ -416,7 +416,7 @@ def cuda() -> Kernels:
 
 
 def _order(widths):
-    """Return the indices of the samples, sorted by bits, and how many have 0, 1, ... 8 bits, for the CUDA kernels."""
+    """Return the indices of the samples, sorted by bits, and how many have 0, 1, ... 8 bits."""
     if widths is None:
         return None, None
     if len(widths) > _MOST_SAMPLES:
@@ -430,7 +430,7 @@ def _order(widths):
 
 
 def cuda_unusable(device: torch.device) -> str:
-    """Return the reason why the CUDA kernels cannot run on the device, or an empty string if they can."""
+    """Return the reason why the CUDA kernels cannot run on the device, or ""."""
     if _kernels.cuda is None:
         return "fewbit was built without CUDA"
     usable, reason = _kernels.cuda.available(device.index)

@@ -74,7 +74,7 @@ def forward(x, function, parameters, encoding, seed, out) -> torch.Tensor | None
 
 
 def can_quantize_result(function: str) -> bool:
-    """Return whether `forward_quantized` has a pass for some tensors and the activation `function`; False for this backend."""
+    """Return whether `forward_quantized` has a pass for the activation `function`."""
     return False
 
 
@@ -101,7 +101,7 @@ def forward_quantized(
 
 
 def encode(x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None) -> torch.Tensor:
-    """Return the packed codes of a dense tensor of a floating dtype, int32; `seed` is (1,) int64 if codes are drawn at random."""
+    """Return the packed codes of a dense tensor, int32; `seed` is (1,) int64 if codes are drawn at random."""
     entry = ArgumentChecks("encode", x)
     entry.check_numbers("x", x)
     entry.check_seed(seed, encoding.unbiased)
@@ -162,7 +162,7 @@ def _drawn(flat: torch.Tensor, encoding: Encoding, seed: torch.Tensor) -> torch.
 
 
 def uniform(seed: torch.Tensor, n: int) -> torch.Tensor:
-    """Return n random numbers in [0, 1), float32, on the seed's device, as `fewbit.table.philox.uniform(seed, arange(n))`."""
+    """Return n random numbers in [0, 1), float32, as `fewbit.table.philox.uniform(seed, arange(n))`."""
     index = torch.arange(n, dtype=torch.int64, device=seed.device)
     return (philox_words(seed, index)[0] >> 8).to(torch.float32) * 2.0**-24
 

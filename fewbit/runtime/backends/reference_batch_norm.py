@@ -12,7 +12,7 @@ __all__ = ["batch_norm_backward", "can_compute_batch_norm"]
 
 
 def can_compute_batch_norm(bits: int, group_size: int, shape: tuple[int, ...]) -> bool:
-    """Return whether `batch_norm_backward` can be called for a rotated copy of a tensor of this shape, (N, C, ...)."""
+    """Return whether `batch_norm_backward` can be called for a rotated copy of a tensor of this shape."""
     return True
 
 

@@ -220,7 +220,7 @@ def dequantize(
 
 
 def in_dtype(values, dtype):
-    """Convert dequantized values to dtype, for float16 clamped to its largest finite numbers, because ranges are rounded up."""
+    """Convert dequantized values to dtype, clamped to the largest finite float16, because ranges are rounded up."""
     if dtype == torch.float16:
         most = torch.finfo(dtype).max
         values = values.clamp(-most, most)
@@ -243,7 +243,7 @@ def _normalized(entry, rows, kind, mean, rstd, inner, channels=None):
 
 
 def _spread_channels(rows, channels):
-    """Return the mean and the scale of the channel of each element, two float32 tensors of the shape of rows."""
+    """Return the mean and the scale of the channel of each element, in the shape of rows."""
     numbers = channels.float()
     return entries_of(rows, (numbers[:, 0].contiguous(), numbers[:, 1].contiguous()), 1)
 
@@ -297,7 +297,7 @@ def _limits(cut, exists):
 
 
 def seed_of(ranges):
-    """Return the seed of a copy that is not uniform, (1,) int64, from the last rows of its ranges."""
+    """Return the seed of a copy, (1,) int64, from the last rows of its ranges."""
     return ranges[-groups.SEED_ROWS :].flatten().clone().view(torch.int64)
 
 
@@ -315,7 +315,7 @@ def _restored(packed, ranges, bits, group_size, samples, features, kind, seed, f
 
 
 def limits_of(ranges):
-    """Return the two numbers of each group, (groups,) float32 each, from ranges, (groups, 2) bfloat16."""
+    """Return the two numbers of each group, (groups,) float32 each, from ranges."""
     return ranges.float().unbind(1)
 
 
@@ -356,7 +356,7 @@ def _cut_rows(rows, group_size):
 
 
 def toward(x, limit):
-    """Round float32 numbers to bfloat16, down if `limit` is -inf and up if it is +inf. The result has dtype float32."""
+    """Round float32 numbers to bfloat16, toward `limit`, -inf or +inf. The result has dtype float32."""
     bits = x.view(torch.int32).to(torch.int64) & _MASK32
     cut = bits & 0xFFFF0000
     away = (x < 0) if limit < 0 else (x > 0)  # truncation moves these away from the limit

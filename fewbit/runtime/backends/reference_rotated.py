@@ -70,7 +70,7 @@ def quantize_groups(cut, exists, seed, bits, first_group, is_masked):
 
 
 def restore_groups(codes, exists, mean, scale, seed, bits, first_group):
-    """Return the values of groups' codes, float32 of the shape of `codes`, (groups, group_size) int64; see `quantize_groups`."""
+    """Return the values of groups' codes, float32 of the shape of `codes`; see `quantize_groups`."""
     _, levels = _normal_levels(bits, codes.device)
     half = 2 ** (bits - 1)
     y = levels[codes % half] * torch.where(codes >= half, -1.0, 1.0)
@@ -112,7 +112,7 @@ def _remainders(cut, exists, is_masked) -> _Remainders:
 
 
 def root(x):
-    """Return the square roots of float32 numbers, rounded correctly. torch's own roots are not on every processor."""
+    """Return the square roots of float32 numbers, rounded correctly, unlike torch's on some processors."""
     return x.double().sqrt().float()
 
 
@@ -173,7 +173,7 @@ def _second(lengths, is_twice):
 
 
 def _moved(values, lengths, direction):
-    """Move the numbers of groups whose length is no power of two to the left, or back if `direction` is -1."""
+    """Move groups whose length is no power of two to the left, or back if `direction` is -1."""
     out = values.clone()
     for m in lengths.unique().tolist():
         size, _ = _transform_of(m)

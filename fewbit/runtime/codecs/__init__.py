@@ -29,6 +29,6 @@ def codec(name: str) -> Codec:
 
 
 def check_codec(name: str) -> None:
-    """Raise InputError if no codec is named `name`, or if the codec needs a package that is not installed."""
+    """Raise InputError if no codec is named `name`, or if it needs a package that is not installed."""
     if isinstance(codec(name), ErrorBounded):
         library()

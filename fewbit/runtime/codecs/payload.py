@@ -104,7 +104,7 @@ class Exact(NamedTuple):
 
 
 def codec_of(spec) -> str:
-    """Return the name of the codec that made a payload with this spec, see `Payload.codec`."""
+    """Return `Payload.codec` for a spec."""
     return getattr(spec, "codec", "quant")  # a spec without this attribute is the group quantizer's
 
 
@@ -117,7 +117,7 @@ def exact(x: torch.Tensor) -> Payload:
 
 
 def smaller(x: torch.Tensor, tensors, spec) -> Payload:
-    """Return the payload of x with these tensors and spec, or the exact payload of x if the tensors are not smaller."""
+    """Return the payload of x with these tensors, or the exact one if they are not smaller."""
     payload = Payload(tuple(tensors), spec)
     if payload.nbytes >= x.numel() * x.element_size():
         return exact(x)
@@ -156,7 +156,7 @@ def checked(tensor: torch.Tensor, bound, seed=None) -> torch.Tensor:
 
 
 def _numbers(bound) -> torch.Tensor:
-    """Convert a bound, one number or several, to a tensor in float64 on the CPU. Raise InputError for anything else."""
+    """Convert a bound to a tensor in float64 on the CPU. Raise InputError for anything else."""
     try:
         numbers = torch.as_tensor(float(bound) if isinstance(bound, Real) else bound)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -178,7 +178,7 @@ def _check_seed(seed, tensor) -> None:
 
 
 def largest(x: torch.Tensor, channels: bool) -> torch.Tensor:
-    """Return the largest magnitude in a tensor, or in each channel (dimension 1), (1,) or (C,) float64 on the CPU."""
+    """Return the largest magnitude in a tensor, or in each channel, (1,) or (C,) float64 on the CPU."""
     dims = [dim for dim in range(x.dim()) if not channels or dim != 1]
     return x.abs().amax(dims).reshape(-1).to("cpu", torch.float64)
 

@@ -36,6 +36,6 @@ def share_bits(squares: torch.Tensor, total: int, kind: str) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def gains_of(kind: str) -> tuple[float, ...]:
-    """Return by how much each bit beyond the first lowers the variance, in units of the variance at 1 bit."""
+    """Return by how much each bit beyond the first lowers the variance, in units of that at 1 bit."""
     shares = [relative_distortion(kind, bits) for bits in BITS]
     return tuple(before - after for before, after in pairwise(shares))

@@ -12,7 +12,7 @@ FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def check_dense(tensor: torch.Tensor) -> None:
-    """Raise ValueError unless the elements of a tensor fill a contiguous part of its storage without overlap or gap."""
+    """Raise ValueError unless a tensor is dense."""
     if not layout.is_dense(tensor):
         raise ValueError(
             f"expected a dense tensor, got strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}"
@@ -20,7 +20,7 @@ def check_dense(tensor: torch.Tensor) -> None:
 
 
 def seed_on(device: torch.device, seed: int | torch.Tensor) -> torch.Tensor:
-    """Return a seed as a tensor on a device, (1,) int64. A seed that is a tensor is there already."""
+    """Return a seed as a tensor on a device, (1,) int64."""
     if isinstance(seed, torch.Tensor):
         return seed
     return torch.full((1,), seed, dtype=torch.int64, device=device)
@@ -34,7 +34,7 @@ class ArgumentChecks:
         self.device = like.device
 
     def check(self, name: str, tensor, count: int, dtype, is_least: bool = False) -> None:
-        """Raise ValueError unless a tensor is dense, on the right device, and of the given dtype and count, or more if `is_least`."""
+        """Raise ValueError unless a tensor is dense, on the right device, and of this dtype and count, or more if `is_least`."""
         if tensor is not None:
             check_dense(tensor)
             enough = tensor.numel() >= count if is_least else tensor.numel() == count
@@ -53,7 +53,7 @@ class ArgumentChecks:
         self.check(name, tensor, tensor.numel(), tensor.dtype)
 
     def check_seed(self, seed, is_drawn: bool = True) -> None:
-        """Raise ValueError unless a seed is (1,) int64, or None if no codes are drawn at random."""
+        """Raise ValueError unless a seed is (1,) int64, or None if none is needed."""
         if is_drawn:
             self.check("seed", seed, 1, torch.int64)
         elif seed is not None:
@@ -62,7 +62,7 @@ class ArgumentChecks:
             )
 
     def check_packed(self, packed, n: int, bits: int) -> None:
-        """Raise ValueError unless `packed` is int32 with the number of words that n codes of `bits` bits need."""
+        """Raise ValueError unless `packed` has the int32 words of n codes of `bits` bits."""
         check_bits(bits)
         self.check("packed", packed, packed_words(n, bits), torch.int32)
 
@@ -88,7 +88,7 @@ class ArgumentChecks:
         self.check("ranges", ranges, 2 * rows, torch.bfloat16, is_mixed)
 
     def check_mask(self, mask, n: int, affine, kind: str) -> None:
-        """Raise ValueError unless `mask` has 1 bit for each of n elements, the copy is not uniform, and there is no affine map."""
+        """Raise ValueError unless `mask` has 1 bit for each of n elements, of no uniform copy, without affine map."""
         if affine is not None:
             raise ValueError(f"{self.name}: scale, shift: expected none with a mask, got one")
         if kind == UNIFORM:
@@ -98,7 +98,7 @@ class ArgumentChecks:
         self.check("mask", mask, packed_words(n, 1), torch.int32)
 
     def check_channels(self, channels, n: int, kind: str) -> None:
-        """Raise ValueError unless `channels` has two bfloat16 numbers for each channel, for a rotated copy of n elements."""
+        """Raise ValueError unless `channels` has two bfloat16 numbers for each channel of a rotated copy."""
         count = channels.numel() // 2
         self.check("channels", channels, 2 * count, torch.bfloat16)
         if kind != ROTATED:
@@ -121,7 +121,7 @@ class ArgumentChecks:
         return groups.mixed_words(widths, features), rows
 
     def check_grid(self, grid, bits: int) -> None:
-        """Raise ValueError unless `grid`, which says what fixed-point codes stand for, is float32 with 7 rows."""
+        """Raise ValueError unless `grid` is float32 with 7 rows."""
         check_bits(bits)
         if grid.dim() != 2 or len(grid) != 7:
             raise ValueError(

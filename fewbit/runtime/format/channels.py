@@ -66,7 +66,7 @@ def count_of(shape, stride, features: tuple[int, ...]) -> int:
 
 
 def estimated_rows(rows: int) -> list[int]:
-    """Return the rows from which the numbers of channels are estimated: at most 256, evenly distributed."""
+    """Return the rows from which the numbers of channels are estimated, evenly distributed."""
     count = min(rows, MOST_ROWS)
     return [index * rows // count for index in range(count)]
 

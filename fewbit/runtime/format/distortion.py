@@ -32,12 +32,12 @@ def distortion(kind: str, bits: float) -> float:
 
 
 def relative_distortion(kind: str, bits: float) -> float:
-    """Return the variance of rounding to `bits`, divided by the variance of rounding to 1 bit."""
+    """Return the variance of rounding to `bits`, relative to 1 bit."""
     return distortion(kind, bits) / distortion(kind, MIN_BITS)
 
 
 def largest_distortion(kind: str, bits: int) -> float:
-    """Return an upper bound on the distortion for any data, which for rotated copies is `distortion` itself."""
+    """Return an upper bound on the distortion for any data."""
     return _step2(bits) / 4.0 if kind == UNIFORM else distortion(kind, bits)
 
 

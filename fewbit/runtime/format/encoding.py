@@ -19,12 +19,12 @@ from fewbit.table import Knots, Table, round_breaks
 
 
 def packed_words(n: int, bits: int) -> int:
-    """Return the number of int32 words for n codes of that many bits, in blocks of 32 codes."""
+    """Return the number of int32 words for n codes, in blocks of 32."""
     return bits * ((n + BLOCK - 1) // BLOCK)
 
 
 def gray(index):
-    """Return the Gray code of a level's number, an int or an array. Codes of neighboring levels differ in one bit."""
+    """Return the Gray code of a level's number, an int or an array."""
     return index ^ (index >> 1)
 
 
@@ -76,17 +76,17 @@ class Encoding:
 
     @classmethod
     def of(cls, table: Table) -> Encoding:
-        """Return the encoding of a table. Tables with the same levels, pieces and knots get the same object."""
+        """Return the encoding of a table, the same object for equal ones."""
         return Encoding.parse(_text(table))
 
     @classmethod
     def parse(cls, text: str) -> Encoding:
-        """Return the encoding whose property `text` is the given text. Raises TableError if there is none."""
+        """Return the encoding whose `text` is given. Raises TableError if there is none."""
         return _parse(text)
 
     @cached_property
     def text(self) -> str:
-        """The encoding as one line of JSON. Ops take it as an argument, and an exported program contains it."""
+        """The encoding as one line of JSON, an argument of ops."""
         return _text(self)
 
     def __reduce__(self):
@@ -101,7 +101,7 @@ class Encoding:
 
     @cached_property
     def is_step_at_zero(self) -> bool:
-        """True if, for inputs of 16 and 32 bits, code and value are always 0 for x <= 0 and 1 for x > 0."""
+        """True if, for inputs of 16 and 32 bits, code and value are 0 for x <= 0 and 1 for x > 0."""
         if self.unbiased or self.breaks32.tolist() != [0.0]:
             return False
         return self.levels.tolist() == [0.0, 1.0] and self.codes.tolist() == [0, 1]
@@ -113,7 +113,7 @@ class Encoding:
 
     @cached_property
     def breaks64(self) -> np.ndarray:
-        """The breaks for float64 inputs, (M-1,) float64, all finite, adjusted so that x is beyond a break if x > break."""
+        """The breaks for float64 inputs, finite, adjusted so that x is beyond a break if x > break."""
         return _strict(self.breaks, self.closed)
 
     @cached_property
@@ -124,7 +124,7 @@ class Encoding:
 
     @cached_property
     def breaks32(self) -> np.ndarray:
-        """The breaks for inputs of 16 and 32 bits, (M-1,) float32, all finite, adjusted as `breaks64`."""
+        """The breaks for inputs of 16 and 32 bits, as `breaks64`."""
         return _strict(round_breaks(self.breaks, self.closed), self.closed)
 
     @cached_property
@@ -141,7 +141,7 @@ class Encoding:
 
     @cached_property
     def draw(self) -> Draw | None:
-        """The constants from which codes are drawn at random; None unless the table is unbiased."""
+        """The constants from which codes are drawn at random, or None."""
         if self.knots is None:
             return None
         points = round_breaks(self.knots.points, self.knots.closed)

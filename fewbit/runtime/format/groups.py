@@ -31,7 +31,7 @@ def seed_rows(kind: str) -> int:
 
 
 def group_count(samples: int, features: int, group_size: int) -> int:
-    """Return the number of groups if all samples have the same number of bits per element."""
+    """Return the number of groups if all samples have the same bits."""
     if features >= LEAST_FEATURES:
         return samples * -(-features // group_size)
     return -(-(samples * features) // group_size)
@@ -66,7 +66,7 @@ def quantized_bytes(
     group_size: int = GROUP_SIZE,
     kind: str = ROTATED,
 ) -> int:
-    """Return the bytes of the quantized copy of a tensor: codes, 4 for each group, and 8 for the seed unless it is uniform."""
+    """Return the bytes of a quantized copy: codes, 4 for each group, and 8 for the seed unless it is uniform."""
     samples, features = samples_of(shape)
     groups = group_count(samples, features, group_size) + seed_rows(kind)
     return 4 * packed_words(samples * features, bits) + 4 * groups

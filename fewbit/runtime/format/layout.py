@@ -50,7 +50,7 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of `dense(x)`: `contiguous_stride` if x is contiguous, whatever strides dimensions of size 0 and 1 have."""
+    """Return the strides of `dense(x)`: `contiguous_stride` if x is contiguous."""
     whole = contiguous_stride(x.shape)
     return whole if x.is_contiguous() or not is_dense(x) else _stride(x)
 
@@ -104,7 +104,7 @@ def is_by_sample(x: torch.Tensor) -> bool:
 
 
 def is_part(x: torch.Tensor) -> bool:
-    """Return whether x keeps a storage alive with more bytes than the elements of x, of which repeated ones all count."""
+    """Return whether x keeps a storage alive with more bytes than its elements, of which repeated ones all count."""
     return x.untyped_storage().nbytes() > x.numel() * x.element_size()
 
 
@@ -116,7 +116,7 @@ def storage_permutation(x: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def outermost_first(shape, stride) -> list[int]:
-    """Return the dimensions of a dense tensor of the given shape and strides in storage order, the outermost first."""
+    """Return the dimensions of a dense tensor in storage order."""
     order = []
     # An insertion sort, because torch.compile traces comparisons of symbolic strides but breaks the graph at sorted().
     for dim in range(len(shape)):
@@ -134,7 +134,7 @@ def _lies_inside(stride, shape, a: int, b: int) -> bool:
 
 
 def place_in_storage(shape, stride) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """Return (`storage_permutation`, strides of the tensor or of its contiguous copy) for a shape and strides."""
+    """Return (`storage_permutation`, strides of the tensor or of its contiguous copy)."""
     if not are_dense(shape, stride):
         return None, contiguous_stride(shape)
     is_by_sample = not shape or shape[0] <= 1 or stride[0] * shape[0] == math.prod(shape)
@@ -164,7 +164,7 @@ def _stride(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def unviewed(y: torch.Tensor) -> torch.Tensor:
-    """Return y, or its memory and strides as no view, because torch forbids writing to a view that a Function returns."""
+    """Return y as no view, because torch forbids writing to a view that a Function returns."""
     return y if torch.compiler.is_dynamo_compiling() else y.data
 
 
@@ -203,12 +203,12 @@ def check_vectors(vectors, inner: int, n: int) -> int:
 
 
 def is_broadcast_scalar(x: torch.Tensor) -> bool:
-    """Return whether all elements of x are the same element of storage, as in the gradient of a sum."""
+    """Return whether all elements of x are the same element of storage."""
     return not x.is_contiguous() and not any(x.stride())
 
 
 def contiguous_stride(shape) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor of the given shape. Sizes may be symbolic."""
+    """Return the strides of a contiguous tensor. Sizes may be symbolic."""
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)
@@ -217,14 +217,14 @@ def contiguous_stride(shape) -> tuple[int, ...]:
 
 
 def has_stride(x: torch.Tensor, stride) -> bool:
-    """Return whether x has the given strides, apart from dimensions of size 1, whose strides mean nothing."""
+    """Return whether x has the given strides, apart from dimensions of size 1."""
     return x.stride() == stride or all(
         size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), stride, strict=True)
     )
 
 
 def bring_to(x: torch.Tensor, stride) -> torch.Tensor:
-    """Return x if it has the given strides, which are those of a dense tensor, else a copy that has them."""
+    """Return x, or a copy that has the given strides of a dense tensor."""
     if has_stride(x, stride):
         return x
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
@@ -244,7 +244,7 @@ def with_stride(x: torch.Tensor, stride, by_sample: bool = False) -> torch.Tenso
 
 
 def check_stride(shape, stride, by_sample: bool = False) -> None:
-    """Raise ValueError unless a dense tensor of the shape, if `by_sample` with samples outermost, can have the strides."""
+    """Raise ValueError unless a dense tensor, if `by_sample` with samples outermost, can have the strides."""
     n = math.prod(shape)
     fits = len(stride) == len(shape) and are_dense(shape, stride)
     if fits and by_sample and n and shape and shape[0] > 1:
@@ -257,7 +257,7 @@ def check_stride(shape, stride, by_sample: bool = False) -> None:
 
 
 def overlaps(x: torch.Tensor) -> bool:
-    """Return whether two elements of x may share a place in storage, so that writing to x has no defined result."""
+    """Return whether two elements of x may share a place in storage."""
     if x.numel() <= 1 or is_dense(x):
         return False
     # The stride of a dimension must be larger than the span of all dimensions with smaller strides.

@@ -36,7 +36,7 @@ class Windows(NamedTuple):
 
     @classmethod
     def adaptive(cls, size, out) -> Windows:
-        """Return the windows of an AdaptiveMaxPool layer: window o goes from floor(o * size / out) to ceil((o + 1) * size / out)."""
+        """Return the windows of an AdaptiveMaxPool layer, from floor(o * size / out) to ceil((o + 1) * size / out)."""
         extent = tuple(map(_longest, size, out))
         return cls(size, out, extent, (1,) * len(size), None, None)
 
@@ -46,7 +46,7 @@ class Windows(NamedTuple):
         return prod(self.extent)
 
     def positions(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return the position of each of torch's indices, (..., *out) int64, within its window, counted row by row."""
+        """Return the position of each of torch's indices within its window, counted row by row."""
         if prod(self.size) < 1 << 31:
             indices = indices.to(torch.int32)
         position, scale, rest = 0, 1, indices
@@ -63,13 +63,13 @@ class Windows(NamedTuple):
         return position.clamp(0, self.count - 1)
 
     def indices(self, positions: torch.Tensor, size, stride) -> torch.Tensor:
-        """Return torch's indices, int64 of this size and stride, for (n,) positions in storage order of the result."""
+        """Return torch's indices, of this size and stride, for (n,) positions in storage order of the result."""
         table, first = self._tables(positions)
         found = table.index_select(0, positions.to(torch.int32))
         return found.as_strided(size, stride).add_(first).clamp_(0, prod(self.size) - 1)
 
     def only(self, size, device) -> torch.Tensor:
-        """Return torch's indices for windows of one element each, which need no positions: int64 of the given size."""
+        """Return torch's indices for windows of one element each."""
         first = self._tables(torch.empty(0, device=device))[1]
         return first.expand(size).contiguous()
 
@@ -84,7 +84,7 @@ class Windows(NamedTuple):
         return starts.to(like.dtype).view(-1, *[1] * after)
 
     def _tables(self, like) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what each position adds to the index of the window's start, (count,) int64, and these indices, (*out)."""
+        """Return what each position adds to the index of the window's start, (count,), and these indices, (*out)."""
         table = first = torch.zeros((), dtype=torch.int64, device=like.device)
         for dim in range(len(self.size)):
             after = len(self.size) - 1 - dim
@@ -96,5 +96,5 @@ class Windows(NamedTuple):
 
 
 def _longest(size: int, out: int) -> int:
-    """Return the number of elements of the longest of `out` adaptive windows along a dimension of the given size."""
+    """Return the length of the longest of `out` adaptive windows."""
     return max([1, *(-(-(o + 1) * size // out) - o * size // out for o in range(out))])

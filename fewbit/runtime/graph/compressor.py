@@ -46,7 +46,7 @@ from fewbit.runtime.saved.context import ForwardContext
 from fewbit.runtime.saved.seeds import purpose
 
 _LEAST_GAIN = 2
-"""A tensor is replaced if its storage has at least this many times the bytes of the codes."""
+"""The least factor by which a replaced storage is larger than the codes."""
 
 
 class GraphSettings(NamedTuple):
@@ -93,8 +93,6 @@ class GraphSettings(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A saved tensor and the rule for it. The rule is None if the tensor has to stay exact."""
-
     argument: SavedArgument
     rule: Rule | None
 
@@ -119,7 +117,7 @@ class GraphCompressor:
         self.__init__(**state)
 
     def begin(self, module: nn.Module, inputs) -> None:
-        """Start a forward pass of `module` with these inputs. Autograd nodes that exist already are not touched."""
+        """Start a forward pass of `module`. Autograd nodes that exist already are not touched."""
         local = self._local
         # Sequence numbers do not suffice: nodes of another thread may have larger ones.
         local.start, local.seen = next_sequence_number(), {*nodes_of(tensors_in(inputs))}
@@ -237,7 +235,7 @@ class GraphCompressor:
 
 
 LEAST_ROW = 128
-"""The number of elements from which rows of a tensor have groups of their own. Smaller ones would take many more bytes."""
+"""From this number of elements on, rows of a tensor have groups of their own."""
 
 
 def _copied(x, rule: Rule, settings: GraphSettings, name: str, context) -> SavedTensors | None:
@@ -286,7 +284,7 @@ def _restoring(copy: SavedTensors, is_exact: bool) -> Callable:
 
 
 def _checked(restore: Callable[[], torch.Tensor], is_exact: bool) -> Callable:
-    """Return a hook for autograd that calls `restore`, but refuses second derivatives of an inexact copy."""
+    """Return a hook that calls `restore`, but refuses second derivatives of an inexact copy."""
 
     def hook(_):
         # Gradients are enabled in a backward pass only for second derivatives, which are not those of the copy.
@@ -299,7 +297,7 @@ def _checked(restore: Callable[[], torch.Tensor], is_exact: bool) -> Callable:
 
 
 def _without_gain(candidates: list[_Candidate], settings: GraphSettings) -> set[int]:
-    """Return the storages that are hardly larger than the copies of all tensors in them together."""
+    """Return the storages that are hardly larger than the copies of their tensors together."""
     how = RuleSettings(None, settings.kind, settings.bits, settings.derivative_bits)
     bits, sizes = {}, {}
     for argument, rule in candidates:
@@ -311,7 +309,7 @@ def _without_gain(candidates: list[_Candidate], settings: GraphSettings) -> set[
 
 
 def _storages(module: nn.Module, inputs) -> set[int]:
-    """Return the storages of parameters, buffers and inputs, without inputs that other operations have computed."""
+    """Return the storages of parameters, buffers and inputs that are leaves."""
     given = [x for x in tensors_in(inputs) if x.grad_fn is None]
     tensors = (*module.parameters(), *module.buffers(), *given)
     return {storage_of(x) for x in tensors if is_plain(x)}

@@ -21,7 +21,7 @@ LEAST_ELEMENTS = 16
 MOST_ELEMENTS = 1 << 13
 """Tensors of more elements get copies of their own."""
 PACK_ELEMENTS = 1 << 16
-"""A pack of this many elements is full. So many elements are restored at once in the backward pass."""
+"""A pack of this many elements is full."""
 
 
 class Member(NamedTuple):
@@ -60,7 +60,7 @@ class Pack:
         return sum(x.tensor.numel() for x in self.arguments if storage_of(x.tensor) not in exact)
 
     def members(self, exact: set[int]) -> list[Member]:
-        """Return the tensors to quantize: without storages in `exact`, and tensors that were changed in place or freed since."""
+        """Return the tensors to quantize: without storages in `exact`, and without tensors changed in place or freed since."""
         members = []
         for argument in self.arguments:
             x = argument.tensor.detach()
@@ -86,7 +86,7 @@ class PackedCopy:
         self._values, self._left = None, 0
 
     def member(self, start: int, end: int, order: tuple[int, ...] | None) -> torch.Tensor:
-        """Return an approximation of the member in the rows from `start` to `end`, its dimensions permuted by `order`."""
+        """Return an approximation of the rows from `start` to `end`, with dimensions permuted by `order`."""
         values = self._values
         if values is None:
             hold_for_stream(self._copy.tensors)
@@ -101,7 +101,7 @@ class PackedCopy:
 
 
 def key_of(x: torch.Tensor, rule: Rule, settings: int) -> tuple:
-    """Return what tensors must have in common to be in one pack. `settings` is the id of their settings."""
+    """Return what tensors must have in common to be in one pack; `settings` is an id."""
     order = layout.storage_permutation(x)
     shape = x.shape if order is None else [x.shape[dim] for dim in order]
     return rule, settings, tuple(shape[1:]), order, x.dtype, x.device, stream_of(x)

@@ -52,7 +52,7 @@ class Rule:
         raise NotImplementedError
 
     def compress(self, x: torch.Tensor, settings: RuleSettings) -> SavedTensors | None:
-        """Return the copy of x, or None if this rule does not apply to x, for example because of its dtype."""
+        """Return the copy of x, or None if this rule does not apply to it."""
         raise NotImplementedError
 
 
@@ -114,7 +114,7 @@ class DerivativeRule(Rule):
 
 
 class OneBit(Rule):
-    """The base class of rules that save one bit per element and lose nothing."""
+    """The base of rules that save one bit per element and lose nothing."""
 
     is_exact = True
 
@@ -162,7 +162,7 @@ class PositiveRule(OneBit):
 
 @dataclass(frozen=True)
 class InsideRule(OneBit):
-    """The gradient depends only on which elements are in an interval, as that of torch.clamp does. One of the ends may be None."""
+    """The gradient depends only on which elements are in an interval, as that of torch.clamp does."""
 
     least: float | None
     greatest: float | None
@@ -256,12 +256,11 @@ class _SizeSpec(NamedTuple):
 
 
 def _sigmoid_of_derivative(derivative):
-    """Return the value s <= 1/2 of a sigmoid for its derivative s (1 - s), which is at most 1/4."""
+    """Return the s <= 1/2 with the given derivative s (1 - s) of a sigmoid."""
     return 2 * derivative / (1 + (1 - 4 * derivative).clamp(min=0).sqrt())
 
 
 def _tanh_of_derivative(derivative):
-    """Return the value t >= 0 of a tanh for its derivative 1 - t^2."""
     return (1 - derivative).clamp(min=0).sqrt()
 
 
@@ -297,7 +296,7 @@ _ARGUMENTS = {
     ),
     SIZE: "Gather: self, MaskedSelect: self, IndexAdd: source",
 }
-"""{rule: the arguments that it holds for, as "node: arguments". A node stands for all overloads: "Mul" for MulBackward0.}"""
+"""{rule: the arguments that it holds for, as "node: arguments"}. A node stands for all overloads: "Mul" for MulBackward0."""
 
 
 def _by_argument() -> dict[tuple[str, str], Rule]:
@@ -322,7 +321,7 @@ def is_broadcast(node, x: torch.Tensor) -> bool:
 
 
 def rule_of(node, argument: str) -> Rule | None:
-    """Return the rule for an argument, by name, that an autograd node has saved; None if the argument has to stay exact."""
+    """Return the rule for an argument that an autograd node has saved, or None."""
     name, _, number = node.name().partition("Backward")
     if not number.isdigit():
         return None

@@ -12,7 +12,7 @@ COPIES = frozenset(
     f"{name}Backward0"
     for name in "ToCopy T Transpose View UnsafeView Permute Unsqueeze Squeeze Expand Slice Select Alias Clone".split()
 )
-"""Names of the autograd nodes between a parameter and a copy or view of it: autocast copies it in another dtype."""
+"""Names of the nodes between a parameter and a copy or view of it, such as that in another dtype under autocast."""
 _LEADS_TO_LEAF = "fewbit_leads_to_leaf"
 """The key in an autograd node's metadata under which `_leads_to_leaf` stores its answer."""
 _arguments = {}  # {type of a node: names of the arguments that the node saves}
@@ -52,12 +52,12 @@ class Metered:
     is_computed: bool
 
     def replace(self, tensors: Iterable[torch.Tensor], restore: Callable) -> None:
-        """Hold the tensors of a copy in place of the saved tensor, which `restore`, a function that ignores its argument, computes again."""
+        """Hold the tensors of a copy in place of the saved tensor, which `restore(_)` computes again."""
         raise NotImplementedError
 
 
 def next_sequence_number() -> int:
-    """Return the sequence number that this thread gives to the next autograd node that it makes."""
+    """Return the sequence number of the next autograd node of this thread."""
     return torch._C._autograd._get_sequence_nr()
 
 
@@ -153,7 +153,7 @@ def was_changed(node, name: str, members) -> bool:
 
 
 def is_computed(x: torch.Tensor) -> bool:
-    """Return whether x needs a gradient, and is neither a leaf, such as a parameter, nor a copy or view of a leaf."""
+    """Return whether x needs a gradient, and is neither a leaf nor a copy or view of a leaf."""
     return not (x.grad_fn is None or _leads_to_leaf(x.grad_fn))
 
 
@@ -163,7 +163,7 @@ def ends_at_leaves(node) -> bool:
 
 
 def _leads_to_leaf(node) -> bool:
-    """Return whether a node is a leaf's, or a copy or view leads from it to a leaf. Each node on the way stores the answer."""
+    """Return whether a node is a leaf's, or a copy or view leads from it to a leaf."""
     passed = []
     while node.name() in COPIES and node.next_functions[0][0] is not None:
         if _LEADS_TO_LEAF in node.metadata:

@@ -21,7 +21,7 @@ stack = _Stack()
 
 
 def bypass():
-    """Return a context manager within which functions stay torch's own, as they do if a model is in evaluation mode."""
+    """Return a context manager within which functions stay torch's own."""
     return nullcontext() if torch.compiler.is_compiling() else _bypass()
 
 
@@ -36,7 +36,7 @@ def _bypass():
 
 
 def current_mode():
-    """Return the mode of the innermost running module; False if no module with a mode runs."""
+    """Return the mode of the innermost running module, or False."""
     return stack.modes[-1] if stack.modes else False
 
 

@@ -19,7 +19,7 @@ _REENTRANT = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__
 
 
 def checkpoint_hook():
-    """Return the pack hook of the region with `use_reentrant=False` that this thread runs, or None."""
+    """Return the pack hook of the running region with `use_reentrant=False`, or None."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     pack = hooks and hooks[0]
     return pack if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else None
@@ -38,7 +38,7 @@ def region_of(hook):
 
 
 def reentrant_region():
-    """Return the autograd context of the innermost region with `use_reentrant=True` that this thread runs, or None."""
+    """Return the autograd context of the running region with `use_reentrant=True`, or None."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code in _REENTRANT:
@@ -53,7 +53,7 @@ def in_backward() -> bool:
 
 
 def in_checkpoint() -> bool:
-    """Return whether this thread runs a region with `use_reentrant=False`, for the first time or again."""
+    """Return whether this thread runs a region with `use_reentrant=False`."""
     return checkpoint_hook() is not None
 
 

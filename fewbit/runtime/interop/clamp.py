@@ -7,11 +7,11 @@ import torch
 from fewbit.runtime.interop import VERSION
 
 HAS_GRADIENT_AT_ENDS = VERSION < (2, 14)
-"""True if torch.clamp has a gradient for elements that are equal to an end of its interval."""
+"""Whether torch.clamp has a gradient for elements that are equal to an end of its interval."""
 
 
 def is_inside(x: torch.Tensor, least, greatest) -> torch.Tensor:
-    """Return where the gradient of torch.clamp(x, least, greatest) is 1, a bool tensor. One of the ends may be None."""
+    """Return where the gradient of torch.clamp(x, least, greatest) is 1."""
     is_above, is_below = (torch.ge, torch.le) if HAS_GRADIENT_AT_ENDS else (torch.gt, torch.lt)
     if least is None or greatest is None:
         return is_below(x, greatest) if least is None else is_above(x, least)

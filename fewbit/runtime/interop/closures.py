@@ -6,7 +6,7 @@ from types import FunctionType
 
 
 def contents(function: FunctionType) -> list:
-    """Return the values of the variables that a function encloses, None for one that has no value yet."""
+    """Return the values of the variables that a function encloses; None for one without a value."""
     return [_content(cell) for cell in function.__closure__ or ()]
 
 

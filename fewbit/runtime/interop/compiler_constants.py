@@ -6,6 +6,6 @@ from collections.abc import Callable
 
 
 def constant(function: Callable) -> Callable:
-    """Mark a function, of constants, as `torch.compiler.assume_constant_result` does, which would import Dynamo and SymPy."""
+    """Mark a function as `torch.compiler.assume_constant_result` does, which would import Dynamo and SymPy."""
     function._dynamo_marked_constant = True
     return function

@@ -9,7 +9,7 @@ import torch
 
 
 def stream_of(x: torch.Tensor) -> int:
-    """Return a number that identifies the current stream of x's device. It is 0 if the device has no CUDA streams."""
+    """Return a number that identifies the current stream of x's device, 0 without CUDA."""
     # torch.cuda.current_stream would make an object each time, which takes longer.
     return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
 
@@ -41,14 +41,14 @@ class AsyncHostCopy:
             )
 
     def is_there(self) -> bool:
-        """Return whether the copy is complete; False while a CUDA graph is captured, because CUDA forbids queries of events then."""
+        """Return whether the copy is complete; False during the capture of a CUDA graph, which forbids queries."""
         events = [event for _, event in self._parts.values() if event is not None]
         if events and torch.cuda.is_current_stream_capturing():
             return False
         return all(event.query() for event in events)
 
     def values(self) -> dict[int, list[float]]:
-        """Return {id(tensor): list of the tensor's entries}, after waiting until the copy is complete."""
+        """Wait for the copy. Return {id(tensor): list of the tensor's entries}."""
         found = {}
         for device, (flat, event) in self._parts.items():
             if event is not None:
@@ -61,7 +61,7 @@ class AsyncHostCopy:
 
 
 def _start(tensors):
-    """Start to copy 1-D tensors on one device to the host. Return their entries, and the CUDA event of completion or None."""
+    """Start to copy 1-D tensors to the host. Return their entries, and the event of completion or None."""
     flat = torch.cat(tensors)
     if not flat.is_cuda:
         return flat, None

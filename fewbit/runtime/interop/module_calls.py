@@ -20,10 +20,10 @@ from torch.fx import GraphModule
 from torch.nn.utils.parametrize import is_parametrized
 
 GUARD = "_fewbit_guard"
-"""The name of the attribute in which a module or activation holds the `CallGuard` of the model."""
+"""The attribute in which a module or activation holds the model's `CallGuard`."""
 
 PATH = "_fewbit_path"
-"""The name of the attribute in which a module holds the module's path in the converted model."""
+"""The attribute in which a module holds its path in the converted model."""
 
 _callback = eval_frame.get_eval_frame_callback
 _made = weakref.WeakKeyDictionary()  # {class: weak reference to the class made from it}
@@ -81,7 +81,7 @@ class _QConfig:
 
 
 class TrackedModule:
-    """A mixin for module classes: a call of the module runs within the model's call guard, if the module has one."""
+    """A mixin for module classes: calls run within the module's call guard, if it has one."""
 
     qconfig = _QConfig()
 
@@ -148,7 +148,7 @@ def _recreated(made, args) -> nn.Module:
 
 
 def tracked_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `base` whose calls run within the module's call guard, the same for every call."""
+    """Return the subclass of `base` whose calls run within the call guard, the same for every call."""
     reference = _made.get(base)
     made = None if reference is None else reference()
     if made is None:
@@ -182,7 +182,7 @@ def _layout_of(base: type) -> tuple[type, ...]:
 
 
 def _new_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict) -> type:
-    """Make a class without running the code of a user's metaclass, which may need keywords or register all classes."""
+    """Make a class without running the code of a user's metaclass."""
     maker = next(cls for cls in metaclass.__mro__ if cls in (ABCMeta, type))
     return maker.__new__(metaclass, name, bases, own)
 
@@ -199,12 +199,12 @@ def graph_class_of(module: nn.Module) -> type | None:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class that the module had before `track`. Lookups of a module by class need it."""
+    """Return the class that the module had before `track`."""
     return vars(type(module)).get("_fewbit_base", type(module))
 
 
 def tracked_class_for(module: nn.Module) -> type[nn.Module]:
-    """Return the class that `track` should give the module. The module is not changed."""
+    """Return the class that `track` should give the module."""
     cls = class_of(module)
     if isinstance(module, TrackedModule) or graph_class_of(module) is not None:
         return type(module)
@@ -217,7 +217,7 @@ def tracked_class_for(module: nn.Module) -> type[nn.Module]:
 
 
 def track(module: nn.Module, guard, cls: type[nn.Module]) -> None:
-    """Make calls of the module run within a call guard; `cls` is the result of `tracked_class_for`."""
+    """Make calls of the module run within a call guard; `cls` is `tracked_class_for(module)`."""
     vars(module)[GUARD] = guard
     _set_class(module, cls)
 
@@ -232,7 +232,7 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def untrack(module: nn.Module) -> None:
-    """Undo `track`. If the class has to keep `TrackedModule` as a base, calls behave like torch's, since the guard is gone."""
+    """Undo `track`. If the class has to keep `TrackedModule` as a base, calls behave like torch's without the guard."""
     vars(module).pop(GUARD, None)
     cls, own = untracked_class(module), graph_class_of(module)
     for made in [kind for kind in type(module).__mro__ if "_fewbit_base" in vars(kind)]:
@@ -244,7 +244,7 @@ def untrack(module: nn.Module) -> None:
 
 
 def _move_writes(made: type, base: type) -> None:
-    """Move attributes that were set on the tracked class `made` later, such as a patched forward, to its base class."""
+    """Move attributes that were set on a tracked class later, such as a patched forward, to its base class."""
     for name in set(vars(made)) - vars(made)["_fewbit_names"] - {"_fewbit_names"}:
         value = vars(made)[name]
         if name.startswith("__annot") or (name.startswith("__") and not callable(value)):
@@ -254,7 +254,7 @@ def _move_writes(made: type, base: type) -> None:
 
 
 def untracked_class(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class without `TrackedModule`, also if another library has made a subclass of the tracked class."""
+    """Return the module's class without `TrackedModule`, also if another library has made a subclass."""
     cls = type(module)
     if graph_class_of(module) is not None:
         return cls
@@ -263,7 +263,7 @@ def untracked_class(module: nn.Module) -> type[nn.Module]:
 
 
 def rebase(cls: type, old: type, new: type) -> type | None:
-    """Return a copy of the class cls with the base `new` in place of `old`; None if a method uses super() without arguments."""
+    """Return a copy of a class with the base `new` in place of `old`; None if a method uses super() without arguments."""
     if cls is old:
         return new
     if old not in cls.__mro__:

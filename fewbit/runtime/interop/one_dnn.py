@@ -35,7 +35,7 @@ _switch = _Switch()
 
 @contextmanager
 def without_one_dnn() -> Iterator[None]:
-    """Return a context manager in whose block torch uses its own operations on the CPU, in all threads."""
+    """Return a context manager in whose block torch does not use oneDNN, in all threads."""
     user = object()
     _switch.turn_off(user)
     try:

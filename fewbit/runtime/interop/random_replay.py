@@ -1,4 +1,4 @@
-"""Draw the random numbers of a forward pass again in the backward pass, from the saved state of the generator."""
+"""Draw the random numbers of a forward pass again in the backward pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def can_replay(x) -> bool:
 
 
 def state_of(x) -> Tensor:
-    """Return the state of torch's random generator for the device of x: 5056 bytes on the CPU, 16 on CUDA."""
+    """Return the state of torch's random generator for the device of x."""
     if is_abstract(x):
         return x.new_empty(_STATE_BYTES[x.device.type], dtype=torch.uint8, device="cpu")
     return torch.cuda.get_rng_state(x.device) if x.is_cuda else torch.get_rng_state()
@@ -35,7 +35,7 @@ def state_of(x) -> Tensor:
 
 @contextmanager
 def replayed(x, state):
-    """Run the block with an earlier state of torch's random generator for the device of x, from `state_of`."""
+    """Run the block with a state from `state_of`."""
     if is_abstract(state):
         yield
         return

@@ -6,7 +6,7 @@ import torch
 
 
 def take_off_hooks(hooks: tuple) -> None:
-    """Pop the given saved-tensor hooks if they are on this thread's stack. Hooks that were pushed on top of them stay."""
+    """Pop the given saved-tensor hooks from this thread's stack. Hooks on top of them stay."""
     autograd, above, found = torch._C._autograd, [], False
     try:
         while not found and (top := autograd._top_saved_tensors_default_hooks(True)):

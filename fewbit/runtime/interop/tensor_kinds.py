@@ -36,7 +36,7 @@ def is_plain(x) -> bool:
 
 
 def _is_ordinary(x) -> bool:
-    """Return whether x is dense and stands for itself. The dispatch keys say all of this, so they are remembered."""
+    """Return whether x is dense and stands for itself, which follows from its dispatch keys."""
     found = (
         x.layout is torch.strided
         and not (x.is_nested or x.is_meta or x.is_neg())
@@ -48,7 +48,7 @@ def _is_ordinary(x) -> bool:
 
 
 def _without_modes(function):
-    """Return the result of a function that runs in a new thread, in which no mode and no transform is active."""
+    """Return the result of a function that runs in a new thread, without modes and transforms."""
     found = []
     thread = threading.Thread(target=lambda: found.append(function()))
     thread.start()
@@ -78,7 +78,7 @@ def has_memory(x) -> bool:
 
 
 def is_abstract(x) -> bool:
-    """Return whether x is a meta or fake tensor in ordinary eager mode, which has a storage object but no memory."""
+    """Return whether x is a meta or fake tensor in ordinary eager mode."""
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return False
     is_meta = type(x) in PLAIN_CLASSES and x.is_meta
@@ -92,13 +92,13 @@ def _has_mode(*keys) -> bool:
 
 
 def is_wrapped(x: torch.Tensor) -> bool:
-    """Return whether x stands for other tensors, in a transform of `torch.func` or because of `is_grads_batched=True`."""
+    """Return whether x stands for other tensors, in a transform of `torch.func` or by `is_grads_batched=True`."""
     functorch = torch._C._functorch
     return functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
 
 
 def is_batched(x, transforms_only: bool = False) -> bool:
-    """Return whether x, a tensor or None, stands for a batch of tensors, or with `transforms_only` one of `torch.func.vmap`."""
+    """Return whether x stands for a batch of tensors, or with `transforms_only` one of `torch.func.vmap`."""
     if x is None or torch.compiler.is_compiling():
         return False
     if torch._C._functorch.is_batchedtensor(x):
@@ -107,7 +107,7 @@ def is_batched(x, transforms_only: bool = False) -> bool:
 
 
 def overrides_functions(x) -> bool:
-    """Return whether the class of x computes torch's functions in its own way, as torchao's quantized tensors do."""
+    """Return whether the class of x computes torch's functions in its own way."""
     cls = type(x)
     if cls in PLAIN_CLASSES:
         return False
@@ -124,7 +124,7 @@ def check_tensors(*values) -> None:
 
 
 def check_not_distributed(*tensors) -> None:
-    """Raise InputError if one of the values is a DTensor, whose shards groups of elements would cross."""
+    """Raise InputError if one of the values is a DTensor, whose shards groups would cross."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors):
         raise InputError(
@@ -133,7 +133,7 @@ def check_not_distributed(*tensors) -> None:
 
 
 def is_eager(x) -> bool:
-    """Return whether x is in ordinary eager mode: `is_plain` or `is_abstract`, which layers save by the same code."""
+    """Return whether x is in ordinary eager mode: `is_plain` or `is_abstract`."""
     return is_plain(x) or is_abstract(x)
 
 

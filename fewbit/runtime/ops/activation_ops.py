@@ -1,7 +1,8 @@
 """The torch ops of few-bit activations, and their implementations, which eager mode calls without the dispatcher.
 
-    encode(x, encoding, stride, seed) -> packed codes encode_kept(x, encoding, stride, seed) -> packed codes, one (a
-    trace anchor) decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with the strides `stride`
+    encode(x, encoding, stride, seed) -> packed codes
+    encode_kept(x, encoding, stride, seed) -> packed codes, one (a trace anchor)
+    decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with the strides `stride`
 
 An encoding is passed as text, so that an exported program needs nothing but these ops (docs/decisions/0004).
 """
@@ -23,7 +24,7 @@ from fewbit.runtime.ops.library import (
 from fewbit.runtime.ops.torch_functions import CONTIGUOUS, FORWARD, IN_PLACE, OTHER_STRIDES
 
 MASKING = ("relu",)
-"""The functions f whose result f(x) is 0 exactly where x <= 0, for finite x."""
+"""The functions f whose result is 0 exactly where x <= 0."""
 
 # -- implementations, shared with eager ----------------------------------------------------------------------
 
@@ -103,7 +104,7 @@ def activation_quantized(x, function, parameters, encoding, seed, inplace, quant
 
 
 def encode(x, encoding, seed):
-    """Return the packed codes of x, in the order of the elements in memory if x is dense, else in row-major order."""
+    """Return the packed codes of x, in storage order if x is dense, else in row-major order."""
     return backends.of(x).encode(layout.dense(x), encoding, seed)
 
 

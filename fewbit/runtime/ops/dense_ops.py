@@ -1,8 +1,9 @@
 """Torch ops on contiguous tensors, which the compiled kernels implement in C++, so that compiled models need no Python.
 
     quantize_dense(x, seed, bits, group_size, kind, channels) -> packed, ranges, numbers of channels
-    dequantize_dense(packed, ranges, bits, group_size, size, dtype, kind, channels) -> the values pack(codes, bits) ->
-    packed, unpack(packed, bits, n) -> codes pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
+    dequantize_dense(packed, ranges, bits, group_size, size, dtype, kind, channels) -> the values
+    pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
+    pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
 
 `kind` is one of `KIND_NUMBERS`. These functions run where the C++ code does not.
 """
@@ -24,7 +25,7 @@ _KINDS = {number: kind for kind, number in KIND_NUMBERS.items()}
 
 
 def _define(schema, implementation):
-    """Define an op, and a second one of the name "<name>_in_python", which the C++ code of the first one may call."""
+    """Define an op, and "<name>_in_python", which the C++ code may call."""
     name, _, rest = schema.partition("(")
     define(f"{name}_in_python({rest}", implementation)
     return define(schema, implementation)

@@ -31,14 +31,14 @@ def grid_of(weight, bias, bits: int, device) -> torch.Tensor:
 
 
 def encode(x, y, grid, bits: int, inner: int, normalize=None) -> torch.Tensor:
-    """Return the packed fixed-point codes of a normalized input, without data for a fake or meta tensor; see `encode_fixed`."""
+    """See `encode_fixed`. A fake or meta tensor gets codes without data."""
     if is_abstract(x):
         return x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
     return backends.of(x).encode_fixed(x, y, grid, bits, inner, normalize)
 
 
 def decode(packed, grid, bits: int, inner: int, size, stride, dtype, slope=None, scale=None):
-    """Return the values that fixed-point codes stand for, of the given size, strides and dtype; see `decode_fixed`."""
+    """See `decode_fixed`."""
     out = packed.new_empty_strided(size, stride, dtype=dtype)
     if not is_abstract(packed):
         backends.of(packed).decode_fixed(packed, grid, bits, inner, out, slope, scale)
@@ -46,7 +46,7 @@ def decode(packed, grid, bits: int, inner: int, size, stride, dtype, slope=None,
 
 
 def mask(grad, packed, grid, bits: int, inner: int, slope: float) -> torch.Tensor:
-    """Return the gradient of y, the input of a ReLU or LeakyReLU, from that of the activation's result; see `mask_fixed`."""
+    """See `mask_fixed`."""
     out = torch.empty_like(grad)
     if not is_abstract(grad):
         backends.of(grad).mask_fixed(grad, packed, grid, bits, inner, slope, out)
@@ -54,7 +54,7 @@ def mask(grad, packed, grid, bits: int, inner: int, slope: float) -> torch.Tenso
 
 
 def _vectors(weight, bias, device):
-    """Return gamma and beta as 1-D tensors in float32 or, to keep small float64 weights from becoming 0, in float64."""
+    """Return gamma and beta as 1-D tensors in float32, or in float64 to keep small weights from becoming 0."""
     if weight is None and bias is None:
         return torch.ones(1, device=device), torch.zeros(1, device=device)
     like = weight if bias is None else bias

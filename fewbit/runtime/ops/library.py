@@ -27,7 +27,7 @@ NO_FORWARD_MODE = (
 
 
 def define(schema: str, implementation):
-    """Define an op with the given schema and implementation, and return its default overload."""
+    """Define an op, and return its default overload."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=_TAGS)
     LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
@@ -61,7 +61,7 @@ def saved_when_partitioned():
 
 
 def save_results(op) -> None:
-    """Make autograd not differentiate an op, and make a compiler save the op's results for the backward pass."""
+    """Make autograd not differentiate an op, and make a compiler save its results for the backward pass."""
 
     def call(*arguments):
         check_not_distributed(*arguments)

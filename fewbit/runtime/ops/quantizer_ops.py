@@ -60,7 +60,7 @@ def quantize_samples(x, seed, slot, samples, group_size, normalize=None, kind=UN
 
 
 def sensitivities(x, slot, samples, group_size, normalize=None, kind=UNIFORM):
-    """Return the numbers that decide how `quantize_samples` shares bits among samples, (samples,) float32."""
+    """Return the numbers by which `quantize_samples` shares bits among samples, (samples,) float32."""
     return _sensitivities(_by_samples(x, samples), slot, group_size, normalize, kind)
 
 
@@ -76,7 +76,7 @@ def _sensitivities(source, slot, group_size, normalize, kind):
 
 
 def channel_statistics(x, count, normalize=None):
-    """Return the means and the scales of a tensor's channels, (count, 2) bfloat16, see `reference.channel_statistics`."""
+    """See `reference.channel_statistics`."""
     source = x if x.is_contiguous() or layout.is_by_sample(x) else x.detach().contiguous()
     source = _narrow(source)
     return backends.of(source).channel_statistics(source, count, normalize)
@@ -125,7 +125,7 @@ def dequantize_samples(
     mask=None,
     channels=None,
 ):
-    """Dequantize a tensor from the results of `quantize_samples`. The other arguments are those of `dequantize`."""
+    """Dequantize the results of `quantize_samples`, as `dequantize` does."""
     settings = widths, affine, kind, mask, channels
     return _dequantized(packed, ranges, 0, group_size, size, stride, dtype, settings, samples)
 
@@ -165,7 +165,7 @@ def _dequantized(
 
 
 def _narrow(x):
-    """Return x in a dtype that the kernels have. They compute in float32, so they need no more precision."""
+    """Return x in a dtype that the kernels have, which compute in float32."""
     return x if x.dtype is not torch.float64 else x.float()
 
 
@@ -175,7 +175,7 @@ def _quantize_with_stride(x, stride, seed, bits, group_size, kind, channels=0):
 
 
 def quantize_with_channels(x, seed, bits, group_size, kind, channels):
-    """Return (packed, ranges, numbers of channels), the last one (channels, 2) bfloat16; see `quantize`."""
+    """Return (packed, ranges, numbers of channels); see `quantize`."""
     numbers, normalize = x.new_empty((0, 2), dtype=torch.bfloat16), None
     if channels:
         numbers = channel_statistics(x, channels)

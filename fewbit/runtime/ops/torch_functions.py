@@ -45,7 +45,7 @@ FORWARD: dict[str, Callable[..., torch.Tensor]] = {
     "sqrtsoftplus": lambda x: torch.sqrt(F.softplus(x)),
     "identity": _identity,
 }
-"""{name in `fewbit.functions`: the function}, of torch.nn.functional where that has the name and signature."""
+"""{name in `fewbit.functions`: the function}."""
 
 IN_PLACE: dict[str, Callable[..., torch.Tensor]] = {
     "relu": torch.relu_,
@@ -62,13 +62,13 @@ IN_PLACE: dict[str, Callable[..., torch.Tensor]] = {
     "hardswish": lambda x: F.hardswish(x, inplace=True),
     "hardsigmoid": lambda x: F.hardsigmoid(x, inplace=True),
 }
-"""{name in `fewbit.functions`: a function that computes in place}, for functions that torch can compute in place."""
+"""{name in `fewbit.functions`: a function that computes in place}."""
 
 AUTOCAST_FLOAT32 = {"cuda": {"softplus", "sqrtsoftplus"}}
 """{device type: functions that torch's autocast runs in float32}."""
 
 CONTIGUOUS = {"logsigmoid", "rrelu"}
-"""Functions whose results, in torch and on at least one device, are contiguous for inputs of any strides."""
+"""Functions whose results, on at least one device, are contiguous for inputs of any strides."""
 
 OTHER_STRIDES = {"relu6", "hardtanh", "identity"}
 """Functions whose results have other strides than `layout.result_stride` in dimensions of size 1."""

@@ -64,7 +64,7 @@ def _sharded_over(module) -> tuple:
 
 
 def _meshes_of_state(state) -> list:
-    """Return the meshes over which `fully_shard` distributes a module's own parameters, several if the user chose so."""
+    """Return the meshes over which `fully_shard` distributes a module's own parameters."""
     if hasattr(state, "_fsdp_param_groups"):
         found = state._fsdp_param_groups
     else:  # older versions of torch have one mesh

@@ -28,12 +28,12 @@ def is_distributed(x) -> bool:
 
 
 def runs_on_shards(x) -> bool:
-    """Return whether x is a DTensor, and a layer with the input x may be computed from its local tensor, as in eager mode."""
+    """Return whether x is a DTensor in eager mode, and may be computed from its local tensor."""
     return is_distributed(x) and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def has_arrived(x: torch.Tensor) -> torch.Tensor:
-    """Return x, as an ordinary tensor: if x is the result of a collective that still runs, wait for it."""
+    """Return x as an ordinary tensor: wait for it if it is the result of a collective."""
     if type(x) in PLAIN_CLASSES or torch.compiler.is_compiling():
         return x
     module = sys.modules.get("torch.distributed._functional_collectives")
@@ -96,7 +96,7 @@ def linear(function, x, weight, bias):
 
 
 def norm(function, x, dims: int, *vectors):
-    """Return function(x, *vectors), a norm over the last `dims` dimensions of x, computed from local tensors; or None."""
+    """Return function(x, *vectors), a norm over the last `dims` dimensions, computed from local tensors; or None."""
     given = [vector for vector in vectors if vector is not None]
     if not _are_on_one_mesh(x, *given):
         return None
@@ -159,7 +159,7 @@ class _LocalTensor(Function):
 
 
 def _local(x, placements):
-    """Return the local tensor of x; `placements` are those of the gradient of x that the local gradients are."""
+    """Return the local tensor of x, whose gradients are those of `placements`."""
     return _LocalTensor.apply(x, tuple(placements))
 
 

@@ -1,4 +1,4 @@
-"""The nodes of the autograd graph that a backward pass through a forward pass may reach, in an order for a probe."""
+"""The nodes of the autograd graph that a backward pass may reach, in an order for a probe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from fewbit.runtime.probes.measurements import NOTHING, PARAMETER
 
 MOST_EARLIER = 1024
-"""The most nodes that are followed although they are older than the forward pass. Nodes below those count as if they had no parameters."""
+"""The most nodes that are followed although they are older than the forward pass."""
 
 
 def bottom_up(roots: Iterable, start: int) -> Iterator:

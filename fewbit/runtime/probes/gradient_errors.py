@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 KURTOSIS = 3.0
-"""The factor in E dx^4 <= KURTOSIS * (dx^2)^2, for the error dx of rounding (docs/concepts/theory/ac_gc.md, section 1)."""
+"""The factor in E dx^4 <= KURTOSIS * (dx^2)^2 (docs/concepts/theory/ac_gc.md, section 1)."""
 
 
 class Cost(NamedTuple):
@@ -47,7 +47,7 @@ class GradientError(NamedTuple):
     repeats: int = 1
 
     def of(self, results) -> Tensor:
-        """Return the gradient that this error is of, given all gradients that the layer's backward returned."""
+        """Return the gradient of which this is the error, given all that the layer's backward returned."""
         found = results[self.place]
         return found if self.repeats == 1 else found.view(self.repeats, -1).sum(0)
 
@@ -100,12 +100,12 @@ def scales2(kept) -> tuple[Tensor, ...]:
 
 
 def mean_scale2(found) -> float:
-    """Return the mean of the result of `scales2`, on the host; 1 without a norm."""
+    """Return the mean of `scales2` on the host; 1 without a norm."""
     return sum(found[0]) / len(found[0]) if found else 1.0
 
 
 def of_rows(context, kept, grad, errors, weight, dims: int, place: int) -> list[GradientError]:
-    """Return the errors of the gradients of a norm over the last `dims` dimensions, whose weight is input number `place`."""
+    """Return the errors of a norm over the last `dims` dimensions, whose weight is input number `place`."""
     found = [GradientError(place, (by_rows(grad, errors),), weight_cost)]
     if context.needs_input_grad[0]:
         x, rstd = kept.values("x"), kept.tensor("rstd")
@@ -130,7 +130,7 @@ def of_norm_input(x, g, rstd, dims, has_channels=False) -> GradientError:
 
 
 def of_sums(scaled2, alignment2, size, has_channels) -> GradientError:
-    """Return the error of the gradient of a norm's input from |g|^2 / s^2 and (x~ . g)^2 / s^2 of each set; see `of_norm_input`."""
+    """Return the error of a norm's input gradient from |g|^2 / s^2 and (x~ . g)^2 / s^2 of each set; see `of_norm_input`."""
     numbers = scaled2.flatten(), alignment2.flatten()
     if not has_channels:
         numbers = tuple(sums.sum()[None] for sums in numbers)
@@ -176,7 +176,7 @@ def by_rows(grad, errors, groups: int = 1) -> Tensor:
 
 
 def row_weights(errors, rows: int) -> Tensor:
-    """Return float64 weights in proportion to `errors`, (rows, 1), with mean 1; (1, 1) if the lengths differ."""
+    """Return weights in proportion to `errors`, (rows, 1) float64, with mean 1; (1, 1) if the lengths differ."""
     if len(errors) != rows:
         return torch.ones_like(errors[:1, None], dtype=torch.float64)
     mean = errors.mean()

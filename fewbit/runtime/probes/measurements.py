@@ -27,15 +27,14 @@ from fewbit.runtime.probes.joins import joins_of
 from fewbit.runtime.probes.norms import squared
 
 LEVELS = (1, 2)
-"""The levels at which rounding is measured, and the bits whose noise is drawn: level 2 stands for the slot's own bits, but at least 2.
+"""The numbers of bits at which rounding is measured: level 2 stands for the slot's own bits, but at least 2.
 
-Level 1 is measured separately, because the noise of 1 bit differs most from that of other numbers of bits, which
-follows from level 2 by the distortion.
+Level 1 is measured separately, because its noise does not follow from that of level 2 by the distortion.
 """
 LEAST_SHARE = 0.01
-"""The part of the mean of |g[p]|^2 below which the gradient of a parameter counts as zero, as that of a key's bias is."""
+"""The part of the mean of |g[p]|^2 below which a gradient counts as zero, as that of a key's bias."""
 PARAMETER, NOTHING = -1, -2
-"""Numbers that stand for what is below an edge, if that is no node."""
+"""What is below an edge, if that is no node."""
 
 
 @dataclass

@@ -8,14 +8,14 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 
 
 def by_edge(context, results) -> list:
-    """Return the results of an autograd Function's backward for the inputs that need a gradient."""
+    """Return the results of a Function's backward for the inputs that need a gradient."""
     results = results if isinstance(results, tuple) else (results,)
     needed = context.needs_input_grad
     return [grad for grad, is_needed in zip(results, needed, strict=True) if is_needed]
 
 
 def is_dense(x) -> bool:
-    """Return whether x is an ordinary dense tensor, or becomes one by `resolve_neg`, as gradients of conjugated tensors do."""
+    """Return whether x is an ordinary dense tensor, or becomes one by `resolve_neg`."""
     return is_plain(x) or (type(x) is torch.Tensor and x.is_neg() and is_plain(x.resolve_neg()))
 
 
@@ -37,7 +37,7 @@ def norm(tensors) -> torch.Tensor | None:
 
 
 def squared(host: dict[int, list[float]], norm: torch.Tensor | None) -> float:
-    """Return the square of a norm that was copied to the host, or 0 if there is no norm."""
+    """Return the square of a norm that was copied to the host; 0 for none."""
     if norm is None:
         return 0.0
     (value,) = host[id(norm)]

@@ -7,14 +7,14 @@ import threading
 from fewbit.runtime.format import layout
 
 HAS_COLLECTIVES = "backward_has_collectives"
-"""The name of an attribute of autograd Functions, True if the backward calls collectives, and so must not run more often than in other processes."""
+"""An attribute of autograd Functions, True if the backward calls collectives, and so must not run more often than in other processes."""
 OBSERVED = "_fewbit_observed"
-"""The name of the attribute in which an autograd node has (probe, number that the probe gave the node) for each probe."""
+"""The attribute in which an autograd node has (probe, number that the probe gave the node) for each probe."""
 _running = threading.local()
 
 
 def observed(backward, context, grads):
-    """Run a layer's backward, let the probes of the layer's saved tensors measure, and return the backward's results."""
+    """Run a layer's backward, let probes measure, and return the backward's results."""
     probes = getattr(context, OBSERVED, ())
     if probes:
         context = _ObservedContext(context)
@@ -67,13 +67,13 @@ class Restoring:
         return self.target is not None and slot.name == self.target.name
 
     def restored(self, values, spec, tensors):
-        """Record the slot of a dequantized tensor. Return the tensor's values, with noise if the slot is the target."""
+        """Record the slot of a dequantized tensor. Return the values, with noise if the slot is the target."""
         slot = spec.slot
         self.slots.setdefault(slot.name, slot)
         return self.changed(values, spec, tensors) if self.is_target(slot) else values
 
     def changed(self, values, spec, tensors):
-        """Add noise to `values` in place and return `values`. A subclass may change the values in another way."""
+        """Return `values`, with noise added in place."""
         slot = spec.slot
         if slot.rounding is not None:
             flat = layout.storage_order(values)
@@ -93,7 +93,7 @@ class Restoring:
 
 
 def restored(values, spec, tensors):
-    """Return the values of a saved tensor that a backward has dequantized, which may be changed, with noise if a probe asks for it."""
+    """Return the values of a dequantized tensor, which may be changed, with noise if a probe asks for it."""
     if spec.slot is None:
         return values
     restoring = getattr(_running, "restoring", None)
@@ -101,18 +101,18 @@ def restored(values, spec, tensors):
 
 
 def record(spec) -> None:
-    """Record the slot of a saved tensor, without noise, whose values a kernel has used without writing them to memory."""
+    """Record the slot of a tensor whose values a kernel has used without writing them to memory."""
     restored(None, spec, None)
 
 
 def is_changed(spec) -> bool:
-    """Return whether `restored` would add noise to the saved tensor with the given spec."""
+    """Return whether `restored` would add noise."""
     restoring = getattr(_running, "restoring", None)
     return restoring is not None and spec.slot is not None and restoring.is_target(spec.slot)
 
 
 class _ObservedContext:
-    """A copy of an autograd context whose saved tensors can be read repeatedly, also within `torch.utils.checkpoint`."""
+    """A copy of an autograd context whose saved tensors can be read repeatedly, also within a checkpoint."""
 
     def __init__(self, context):
         self._context = context

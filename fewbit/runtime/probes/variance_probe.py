@@ -132,7 +132,7 @@ class VarianceProbe:
         return name in self.slots
 
     def watch(self, outputs) -> None:
-        """Follow the backward pass that starts at the result of the forward pass, tensors in nested containers."""
+        """See `assignment.Probe.watch`."""
         self._is_watching = True
         tensors = tensors_in(outputs)
         if not self._can_measure(tensors):
@@ -187,16 +187,7 @@ class VarianceProbe:
             self._reached_within |= names
 
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
-        """Measure a layer: run its backward again, with noise in the dequantized tensors and in the incoming gradient.
-
-        Args:
-            number: the number of the layer's node, which `watch` has given.
-            backward: the layer's backward, a function of `context` and gradients.
-            context: the context of the layer's autograd Function.
-            grads: the gradients of the layer's results.
-            results: the gradients that `backward` returned.
-            slots: the slots whose tensors `backward` dequantized.
-        """
+        """Measure a layer: run its backward again, with noise in the dequantized tensors and in the incoming gradient."""
         node = self._nodes[number]
         results = by_edge(context, results)
         self.is_void |= any(grad is not None and grad.is_sparse for grad in grads)
@@ -250,7 +241,7 @@ class VarianceProbe:
         node.noise.append(NoiseOfSlot(slot.name, level, scale, norms, True))
 
     def _passed_on(self, edge, below: int, change):
-        """Carry a change through nodes that only change shape or dtype. Return the node that it reaches, and the change there."""
+        """Carry a change through RESHAPES. Return the node that it reaches, and the change there."""
         while below >= 0 and edge.name() in RESHAPES and len(self._nodes[below].below) == 1:
             change = edge(change)
             (edge,) = (child for child, _ in edge.next_functions if child is not None)
@@ -300,7 +291,7 @@ class VarianceProbe:
     # -- afterwards --------------------------------------------------------------------------------------
 
     def has_run(self) -> bool:
-        """Return whether a backward pass has ended, or the probe is void and will have no results."""
+        """Return whether a backward pass has ended, or the probe is void."""
         return self.is_void or self._is_over
 
     def runs(self) -> bool:
@@ -314,7 +305,7 @@ class VarianceProbe:
             self._hooks.pop().remove()
 
     def send(self) -> None:
-        """Stop measuring, and start to copy the measurements to the host without waiting for a device."""
+        """Stop measuring, and start to copy the measurements to the host."""
         self.end()
         self._let_go()
         self._host_copy = self._sent()
@@ -326,7 +317,7 @@ class VarianceProbe:
         return chain.from_iterable(node.norms() for node in self._nodes)
 
     def is_there(self) -> bool:
-        """Return whether the measurements are on the host, so that `results` would not wait."""
+        """Return whether the measurements are on the host."""
         return self._host_copy.is_there()
 
     def results(self) -> dict[tuple, RoundingEffect]:
@@ -337,7 +328,7 @@ class VarianceProbe:
         return self._summed_up(self._host_copy.values())
 
     def snapshot(self) -> dict[tuple, RoundingEffect]:
-        """Return the measurements so far, as `results` does, after waiting for the devices. Measuring continues."""
+        """Return the measurements so far, as `results` does. Measuring continues."""
         return self._summed_up(self._sent().values())
 
     def _spread(self, host, name) -> list[float]:
@@ -382,7 +373,7 @@ class _End:
 
 
 def _means(values: torch.Tensor) -> torch.Tensor:
-    """Return the means of SPREAD parts of a vector, of nearly equal lengths, and zeros if it is shorter: (SPREAD,) float64."""
+    """Return the means of SPREAD nearly equal parts of a vector, and zeros if it is shorter: (SPREAD,) float64."""
     ends, lengths = _part_ends(len(values), values.device)
     sums = torch.nn.functional.pad(values.double().cumsum(0), (1, 0))
     parts = sums[ends].diff() / lengths
@@ -391,7 +382,7 @@ def _means(values: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _part_ends(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return 0 and the ends of the parts of `count` values, (parts + 1,) int64; and the parts' lengths, float64."""
+    """Return 0 and the ends of the parts of `count` values, (parts + 1,) int64; and the parts' lengths."""
     parts = min(count, SPREAD)
     ends = torch.tensor([round(i * count / parts) for i in range(parts + 1)], device="cpu")
     return ends.to(device), ends.diff().double().to(device)

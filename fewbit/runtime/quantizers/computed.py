@@ -79,7 +79,7 @@ def copy_of(quantizer, x: Tensor) -> SavedTensors | None:
 
 
 def share_linear(quantizer, node, y: Tensor, function: Callable, *copies: SavedTensors) -> None:
-    """Let `again` find the result y of a linear layer, which is function(*copies) with dequantized values."""
+    """Let `again` find the result y of a linear layer, function(*copies)."""
     # Otherwise the tensors of a chain of layers would all be computed from the input of the first one.
     is_first = not any(map(products_of, copies))
     if is_first and _can_share(quantizer, y, copies):
@@ -90,7 +90,7 @@ def share_linear(quantizer, node, y: Tensor, function: Callable, *copies: SavedT
 
 
 def again(quantizer, x: Tensor) -> SavedTensors | None:
-    """Return what computes x again, if x follows from results of linear layers by cheap operations (`linear_results.py`)."""
+    """Return what computes x again from results of linear layers, or None."""
     if not quantizer.recomputes_linear or quantizer.context is None:
         return None
     if not is_eager(x) or in_checkpoint():
@@ -100,7 +100,7 @@ def again(quantizer, x: Tensor) -> SavedTensors | None:
 
 
 def put(context, key: tuple, y: Tensor, changes: int, make: Callable) -> None:
-    """Share what `make` returns if a layer of the model with the settings `key` would save y. Most results are not saved."""
+    """Share what `make` returns if a layer with the settings `key` would save y."""
     shared = context.saving(y).shared
     if shared is not None:
         shared.put(y, place_of(y, changes), key, make)

@@ -60,7 +60,7 @@ def quantized(
 
 
 def with_channels(x: Tensor, normalize: Normalization | None, channels: int):
-    """Return `normalize` with the means and scales of the channels of x, if it has some."""
+    """Return `normalize` with the means and scales of the channels of x."""
     if not channels:
         return normalize
     numbers = quantizer_ops.channel_statistics(x, channels, normalize)

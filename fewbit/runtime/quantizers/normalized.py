@@ -53,7 +53,7 @@ class AffineResultSpec(NamedTuple):
         return self._replace(normalized=self.normalized.for_consumer(name))
 
     def _inner(self) -> int | None:
-        """Return how many elements that follow each other in memory have the same weight entry; None if that varies."""
+        """Return how many elements that follow each other in memory have the same weight entry, or None."""
         size, stride = self.normalized.size, self.normalized.stride
         if self.channels is not None and stride[1] == 1:
             return 1
@@ -85,7 +85,7 @@ def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None)
 
 
 def _result_copy(saved: SavedTensors, weight, bias, dtype, channels, before) -> SavedTensors | None:
-    """Return the copy of a norm's result; None if the bias is no longer at the place `before`, if that is given."""
+    """Return the copy of a norm's result; None if the bias is no longer at `before`."""
     if before is not None:
         if place_of(bias) != before:
             return None

@@ -160,7 +160,7 @@ def activate(x, function: str, parameters: tuple, encoding: Encoding, inplace: b
 
 
 def fixed_point_of(context, x) -> SavedTensors | None:
-    """Return the fixed-point copy of x, the result of a norm or of an activation after a norm; None if there is none."""
+    """Return the fixed-point copy of x, or None."""
     saving = context.saving(x)
     saving.has_saved = True
     place = None if saving.shared is None else place_of(x)
@@ -194,14 +194,14 @@ class _TwoValued(SavingFunction):
 
 @lru_cache(maxsize=256)
 def _is_exact(encoding: Encoding, slope: float) -> bool:
-    """Return whether an encoded derivative is the exact one of ReLU or LeakyReLU with this slope."""
+    """Return whether an encoded derivative is the exact one with this slope."""
     if encoding.unbiased or encoding.breaks64.tolist() != [0.0]:
         return False
     return sorted(encoding.lut64.tolist()) == sorted([slope, 1.0])
 
 
 def _inner_of(y, channels: int | None) -> int | None:
-    """Return how many elements that follow each other in y's memory have the same channel; None if that varies."""
+    """Return how many elements that follow each other in y's memory have the same channel, or None."""
     if y.is_contiguous():
         return 1 if channels is None else math.prod(y.shape[channels + 1 :])
     if channels is None:

@@ -229,7 +229,7 @@ class Quantizer:
         return in_storage_order(x, save)
 
     def _save(self, x, saving, shared, slot, kind, channels, extra_bits, is_usual, stride=None):
-        """Quantize x, or share a copy. x lies in memory in the order of its dimensions, and is no meta or fake tensor if `is_usual`."""
+        """Quantize x, which lies in memory in the order of its dimensions, or share a copy."""
         copies, mask, result = saving.shared, None, None
         place = place_of(x) if shared and copies is not None else None
         if place is not None:
@@ -457,7 +457,7 @@ def _bits(bits: int, extra_bits: tuple[float, ...], slot: int, more: int) -> int
 
 
 def _seed_of_result(saving, y, number: int, key: tuple):
-    """Return the seed of an activation's result y, the same whether the activation or a layer with this key makes the copy."""
+    """Return the seed of an activation's result y, whether the activation or a layer makes the copy."""
     return saving.seed_of(y, purpose("result", saving.part, number, key))
 
 

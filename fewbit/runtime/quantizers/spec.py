@@ -73,7 +73,6 @@ class QuantizedTensorSpec(NamedTuple):
         return self._dequantize(tensors, dtype or self.dtype)
 
     def _by_kernel(self, tensors, dtype, affine=None):
-        """Return the values of ordinary tensors whose samples have the same bits. Every backward pass runs this code."""
         packed, ranges = tensors[0], tensors[1]
         mask = tensors[-1] if self.has_mask else None
         channels = tensors[2] if self.has_channels else None
@@ -177,7 +176,7 @@ class QuantizedTensorSpec(NamedTuple):
 def spec_of(
     shape, stride, dtype, bits, group_size, kind, has_mask, has_channels, samples=None
 ) -> QuantizedTensorSpec:
-    """Return the spec of a tensor with these strides; None stands for contiguous ones. The specs are remembered."""
+    """Return the spec of a tensor with these strides; None stands for contiguous ones."""
     stride = layout.contiguous_stride(shape) if stride is None else tuple(stride)
     of = bits, group_size, tuple(shape), stride, dtype
     return QuantizedTensorSpec(*of, samples, None, kind, has_mask, has_channels)

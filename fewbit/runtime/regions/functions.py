@@ -56,7 +56,7 @@ _NORMS = frozenset((*_STATISTICS,)) - {
 
 
 def name_of(function) -> str:
-    """Return the name of a function, method or op of torch, without the name of an op's overload."""
+    """Return the name of a function, method or op of torch."""
     return getattr(function, "__name__", "").partition(".")[0]
 
 
@@ -87,7 +87,7 @@ def _writes_first(function) -> bool:
 
 @lru_cache(4096)
 def _written_by_schema(function) -> tuple[tuple[int, str], ...]:
-    """Return the position and name of each argument that an op of torch.ops changes; () for other functions."""
+    """Return the position and name of each argument that an op changes."""
     if isinstance(function, torch._ops.OpOverloadPacket):
         schemas = function._schemas.values()
     elif isinstance(function, torch._ops.OpOverload):
@@ -166,7 +166,7 @@ def draws_by_value(function) -> bool:
 
 
 def may_differ_in_size(function) -> bool:
-    """Return whether the recorded tensors of a function may have another size than those that the second run computes."""
+    """Return whether the recorded tensors may have another size than those of the second run."""
     name = name_of(function)
     return name in _RESIZED or name == "where"  # with one argument, `where` is nonzero
 
@@ -178,14 +178,14 @@ def draws_slopes(function, args, kwargs) -> bool:
 
 
 def chosen_dim(function, args, kwargs) -> int | None:
-    """Return the dimension along which a call of kind CHOOSES chooses; None if the call returns no indices."""
+    """Return the dimension along which a call of kind CHOOSES chooses, or None."""
     position, default = _CHOOSES[name_of(function)]
     dim = args[position] if len(args) > position else kwargs.get("dim", kwargs.get("axis", default))
     return dim if type(dim) is int and kwargs.get("out") is None else None
 
 
 def index_count(function, args, kwargs) -> int | None:
-    """Return a number that all integers in a call's result are below, or None if it is not known."""
+    """Return a number that all integers in a call's result are below, or None."""
     name = name_of(function)
     x = args[0] if args else kwargs.get("input")
     if _is_coin(function, args, kwargs):

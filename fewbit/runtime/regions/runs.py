@@ -166,7 +166,7 @@ class FirstRun(_RegionMode):
         self.decisions.append(Decision(functions.name_of(function), value, count))
 
     def keep(self, tensor) -> None:
-        """Keep a copy of the memory of a tensor that is about to change, if the tensor is older than the region."""
+        """Keep a copy of the memory of a tensor that is about to change, if it is older than the region."""
         with _recording():
             # A tensor with a `grad_fn` was computed in this step, and a parameter gets no copy.
             if not has_memory(tensor) or tensor.grad_fn is not None or tensor.requires_grad:
@@ -326,7 +326,7 @@ _innermost = _Innermost()
 
 @contextmanager
 def entered(mode: _RegionMode):
-    """Run the block with a mode of this file on torch's stack of function modes."""
+    """Run the block with a mode of this file on torch's stack."""
     depth, outer = torch._C._len_torch_function_stack(), _innermost.region
     _innermost.region = checkpoint_hook(), reentrant_region()
     torch._C._push_on_torch_function_stack(mode)
@@ -372,7 +372,7 @@ def _decided_values(function, result, args, kwargs) -> tuple[Tensor, ...]:
 
 
 def _packed(values: Tensor, count: int | None) -> SavedTensors:
-    """Return a copy of integers or booleans, in as few bits per element as they need if that can be told at once."""
+    """Return a copy of integers or booleans, in few bits per element if that can be told at once."""
     if torch._C._functorch.is_functorch_wrapped_tensor(values):
         raise GradientError(
             "fewbit.checkpoint: a decision within torch.func.vmap cannot be repeated from rounded inputs"

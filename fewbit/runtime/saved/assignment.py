@@ -79,7 +79,7 @@ class Probe(Protocol):
         """
 
     def record_rounding(self, slot: TensorSlot, record) -> object | None:
-        """Measure the rounding of a `spec.QuantizationRecord`. The result is found as `TensorSlot.rounding` in the backward pass."""
+        """Measure the rounding of a `spec.QuantizationRecord`; the result becomes `TensorSlot.rounding`."""
 
     def knows(self, name: tuple[str, int]) -> bool:
         """Return whether `record_saved` was called for the slot with this name."""
@@ -197,7 +197,7 @@ class BitAssignment:
             self.magnitudes.note(slot.name, self._numbers_beside(grad), grad)
 
     def _numbers_beside(self, x) -> SampleIndices:
-        """Return the samples' rows on x's device, copied in the current stream, which alone may use the copy."""
+        """Return the samples' rows on x's device, for the current stream alone."""
         place = x.device, stream_of(x)
         found = self._numbers_by_stream.get(place)
         if found is None:
@@ -225,7 +225,7 @@ def _has_planes(x, channels: int) -> bool:
 
 
 def batch_size(inputs) -> int | None:
-    """Return the size of dimension 0 of the first tensor among a model's inputs; None if there is none."""
+    """Return the size of dimension 0 of the first tensor among a model's inputs, or None."""
     for value in inputs:
         if isinstance(value, torch.Tensor) and value.dim():
             return len(value)

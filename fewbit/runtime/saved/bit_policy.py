@@ -117,7 +117,6 @@ def wrong_state(kind: str, state: Mapping) -> InputError:
 
 
 def _origin(state: Mapping) -> str:
-    """Return a phrase that says which configuration a state is from, as far as its entries show it."""
     if "policy" in state:
         return f"of {printable(str(state['policy']))[:60]}"
     strange = [key for key in state if key not in SAMPLES]

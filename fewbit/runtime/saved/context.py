@@ -83,7 +83,7 @@ class ForwardContext:
     # -- Forward passes ----------------------------------------------------------------------------------
 
     def begin(self, module, inputs) -> Forward:
-        """Return a forward pass that begins now. In a recomputation, it has the bits and seeds of the recomputed one."""
+        """Return a forward pass that begins now, in a recomputation with the bits and seeds of the first run."""
         outer = running.forward
         if in_backward():
             found = self._recorded() or self._unknown(inputs)
@@ -110,7 +110,7 @@ class ForwardContext:
         return Forward(self, module, outer, True, assignment, self._start(groups), groups)
 
     def begin_without_gradients(self, module) -> Forward:
-        """Return a forward pass with gradients disabled. It has no bits until a layer saves a tensor."""
+        """Return a forward pass with gradients disabled, without bits until a layer saves a tensor."""
         return Forward(self, module, running.forward, False, None, None, self._groups, False)
 
     def _start(self, groups) -> int | None:
@@ -133,7 +133,7 @@ class ForwardContext:
 
     @contextmanager
     def activation(self, path: str):
-        """Return a context manager in whose block the activation of the module at `path` counts as running."""
+        """Return a context manager in whose block the activation at `path` counts as running."""
         forward = self.running()
         if forward is None:
             yield
@@ -221,19 +221,19 @@ class ForwardContext:
                     self._whole.add(region)
 
     def end(self, forward: Forward) -> None:
-        """Drop the copies of regions when a forward pass ends, unless it is a part of a region that still runs."""
+        """Drop the copies of regions, unless the forward pass is a part of a region that still runs."""
         if forward.hook is None or self.is_private or self._contains(forward):
             self._local.forget_runs()
 
     def repeats(self, forward: Forward) -> bool:
-        """Return whether a forward pass is the second run of a whole forward pass, in a region that contains it."""
+        """Return whether a forward pass is the second run of a whole forward pass."""
         if not in_backward():
             return False
         region = reentrant_region() if forward.hook is None else region_of(forward.hook)
         return region in self._whole
 
     def _contains(self, forward) -> bool:
-        """Return whether the running region contains the whole forward pass, in a recomputation by what its first run recorded."""
+        """Return whether the running region contains the whole forward pass, as its first run recorded."""
         region = region_of(forward.hook)
         if region is not None and not in_backward():
             self._whole.add(region)
@@ -258,7 +258,7 @@ class ForwardContext:
         return assignment
 
     def activation_bits(self, name: str, bits: int, x) -> int:
-        """Return the bits that the policy chose for the activation `name` in this forward pass, else `bits`."""
+        """Return the bits that the policy chose for the activation `name`, else `bits`."""
         if self.policy is None or not x.requires_grad or not torch.is_grad_enabled():
             return bits
         if torch._C._functorch.maybe_current_level() is not None:
@@ -283,14 +283,14 @@ class ForwardContext:
     # -- Consumers of activations ------------------------------------------------------------------------
 
     def add_consumer(self, result, quantizer) -> None:
-        """Remember that a layer with this quantizer saves the result of an activation, an `ActivationResult`."""
+        """Remember that a layer with this quantizer saves an `ActivationResult`."""
         result.is_used = True
         if len(self.consumers) >= MOST_CONSUMERS:
             self.consumers.clear()  # so many pairs arise if the inputs' shapes change all the time
         self.consumers[result.number] = quantizer
 
     def forget_unused(self, forward: Forward) -> None:
-        """Forget each consumer that did not use the copy that an activation made for it in a forward pass."""
+        """Forget each consumer that did not use the copy that an activation made for it."""
         for result in forward.shared.results.values():
             if result.has_copy and not result.is_used:
                 self.consumers.pop(result.number, None)
@@ -313,7 +313,7 @@ class _Region:
         return RunOfRegion(self.assignment, self.start, self.groups)
 
     def run_again(self, task: int) -> RunOfRegion:
-        """Return what layers need in a run within the backward pass with this number, whose parts share one result."""
+        """Return what layers need in a run within the backward pass with this number."""
         latest, found = self._latest
         if latest != task:
             found = self.run()
@@ -348,7 +348,7 @@ _owners = weakref.WeakKeyDictionary()
 
 
 def current() -> ForwardContext | None:
-    """Return the context of the model whose forward pass, or a region of it, runs in this thread; None if there is none."""
+    """Return the context of the model whose forward pass, or a region of it, runs in this thread, or None."""
     forward = running.forward
     if forward is not None:
         return forward.context

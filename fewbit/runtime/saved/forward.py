@@ -100,7 +100,7 @@ class Saving:
         self._counts = other._counts
 
     def _agreed_number(self, device) -> torch.Tensor:
-        """Return a number that the first process of each tensor-parallel group has drawn, (1,) int64."""
+        """Return a number on which the processes of each tensor-parallel group agree, (1,) int64."""
         self._agreed = self._agreed or {}
         if device not in self._agreed:
             number = torch.full((1,), self.start - 2**63, dtype=torch.int64, device=device)

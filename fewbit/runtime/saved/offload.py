@@ -43,7 +43,7 @@ running = _RunningOffloads()
 
 
 def mark(*tensors: torch.Tensor) -> None:
-    """Mark tensors that a layer made only for the backward pass, so that an `Offload` may move them to the host."""
+    """Mark tensors that a layer made only for the backward pass."""
     if running.entered:  # most calls end here
         forward = running.forward()
         if forward is not None:
@@ -148,7 +148,7 @@ class Offload:
             return self._transfers[device]
 
     def send(self, transfers, source: torch.Tensor) -> tuple[_Copy, OnDevice]:
-        """Start to copy bytes, uint8, to the host. Return the copy, and what keeps the bytes on the device until it is complete."""
+        """Start to copy bytes to the host. Return the copy, and what keeps the bytes on the device until it is complete."""
         host, event = transfers.to_host(source)
         copy = _Copy(host)
         self._on_host.add(copy)
@@ -266,7 +266,7 @@ class _Lane:
     # -- Backward ----------------------------------------------------------------------------------------
 
     def restore(self, handle: _Handle) -> torch.Tensor:
-        """Return the bytes of a handle on the device for the current stream, and start to copy back the next layers."""
+        """Return the bytes of a handle for the current stream, and start to copy back the next layers."""
         with self._lock:
             if self._leaving:  # those of `one_layer`, whose forward pass ends unannounced
                 self.end()
@@ -300,7 +300,7 @@ class _Lane:
         self._present.add(copy)
 
     def _forget(self, layer: int) -> None:
-        """Free bytes on the device that only handles of later layers want, because backward has passed these layers."""
+        """Free bytes that only handles of later layers want, which backward has passed."""
         for copy in tuple(self._present):
             if not any(handle.layer <= layer for handle in copy.wanted_by):
                 copy.value = None

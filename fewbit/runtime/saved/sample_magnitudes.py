@@ -36,7 +36,7 @@ class SampleNumbering:
         self._of: dict[int, int] = {}
 
     def of(self, numbers) -> SampleIndices:
-        """Return the rows of the samples with these numbers, (N,) integers on the CPU. For anything else, raise InputError."""
+        """Return the rows of the samples with these numbers. For anything else than (N,) integers, raise InputError."""
         try:
             is_tensor = isinstance(numbers, torch.Tensor)
             found = numbers if is_tensor else torch.as_tensor(numbers, device="cpu")
@@ -62,7 +62,7 @@ class SampleNumbering:
         return torch.tensor(list(self._of), dtype=torch.int64, device="cpu")
 
     def load(self, numbers) -> None:
-        """Replace all rows by a result of `state`. For any other argument, raise InputError and change nothing."""
+        """Replace all rows by a result of `state`, or raise InputError."""
         is_fit = _is_vector(numbers) and numbers.dtype == torch.int64
         if not is_fit or len(numbers.unique()) < len(numbers):
             raise InputError(
@@ -95,7 +95,7 @@ class GradientMagnitudes:
         return (known / known.nanmean()).nan_to_num(1.0, 1.0, 1.0)
 
     def note(self, name: tuple, numbers: SampleIndices, grad: torch.Tensor) -> None:
-        """Record the squared norms of samples' gradients for a slot, except those that are not finite."""
+        """Record the finite squared norms of samples' gradients for a slot."""
         count = len(numbers)
         if not count or not grad.numel() or not grad.dim() or len(grad) % count:
             return
@@ -119,7 +119,6 @@ class GradientMagnitudes:
         return table
 
     def _wait_for_last_use(self, name, table, device) -> None:
-        """Let the device's current stream wait for the last use of a table, which may have been in another stream."""
         current = torch.cuda.current_stream(device)
         before = self._streams.get(name, current)
         if before != current:
@@ -135,7 +134,7 @@ class GradientMagnitudes:
         ]
 
     def load(self, rows) -> None:
-        """Replace all tables by a result of `state`. For any other argument, raise InputError and change nothing."""
+        """Replace all tables by a result of `state`, or raise InputError."""
         tables = {}
         for row in rows if isinstance(rows, list | tuple) else (rows,):
             entries = row if isinstance(row, Mapping) else {}

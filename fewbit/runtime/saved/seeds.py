@@ -16,12 +16,12 @@ STEP = 0x9E3779B97F4A7C15
 
 @lru_cache(maxsize=2**14)
 def purpose(*values) -> int:
-    """Return a 64-bit hash of the repr of values that say what a seed is for, such as the name of a layer."""
+    """Return a 64-bit hash of the repr of values that say what a seed is for."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest())
 
 
 def generator_hash(salt: bytes = b"", ranks: tuple[int, ...] = ()) -> int:
-    """Return a 64-bit hash of torch's CPU generator, from which nothing is drawn, of up to 16 bytes of salt, and of ranks."""
+    """Return a 64-bit hash of torch's CPU generator, up to 16 bytes of salt, and ranks."""
     if torch._C._functorch.maybe_current_level() is not None or torch._C._is_tracing():
         state = b""  # transforms and tracers cannot read it, and save nothing that is rounded
     elif torch._C._len_torch_dispatch_stack():

@@ -92,7 +92,7 @@ class SharedCopies:
         return self.copies[place]
 
     def with_more_bits(self, place: tuple, key: tuple):
-        """Return a copy that differs from those of a layer only in that it has more bits, as overrides may give; or None."""
+        """Return a copy that differs from those of a layer only in that it has more bits, or None."""
         bits, *others = key
         for more, *of_other in sorted(self.copies.get(place, ()), key=str):
             if bits is not None and more is not None and more > bits and of_other == others:
@@ -153,7 +153,7 @@ class SharedCopies:
     # -- Fixed-point copies, and results of softmax --------------------------------------------------------
 
     def get_softmax(self, x, key=None):
-        """Return a copy of x if x is a result of softmax, or a contiguous view of all of it; else None. Any key will do for None."""
+        """Return a copy, with any key for None, if x is a result of softmax, or a contiguous view of all of it."""
         if not self.copies or not x.is_contiguous():
             return None
         memory = memory_of(x)
@@ -164,7 +164,7 @@ class SharedCopies:
         return saved.viewed(tuple(x.shape)) if key in (None, settings) else None
 
     def put_softmax(self, y, key, saved) -> None:
-        """Add the copy that softmax saves of its result y, for products whose factor is y or a view of all of y."""
+        """Add the copy that softmax saves of its result y."""
         memory = memory_of(y)
         if memory is not None and y.is_contiguous():
             self._hold(y, memory)
@@ -178,7 +178,7 @@ class SharedCopies:
         return bool(self._linear)
 
     def put_linear(self, node, y: torch.Tensor, saved) -> None:
-        """Add what computes the result y of the linear layer with this autograd node again, `SavedTensors`."""
+        """Add what computes the result y of the linear layer with this autograd node, `SavedTensors`."""
         if self._linear is None:
             self._linear = weakref.WeakKeyDictionary()
         # This tensor has no memory, but it has the version of y, and of all views of y.
@@ -201,14 +201,14 @@ class SharedCopies:
     # -- Masks ---------------------------------------------------------------------------------------------
 
     def put_mask(self, y: torch.Tensor, mask: torch.Tensor, changes: int) -> None:
-        """Add the mask of a ReLU's result y: packed codes, int32, in the order of y's memory. `changes`: as in `place_of`."""
+        """Add the mask of a ReLU's result y, in the order of y's memory. `changes`: as in `place_of`."""
         memory = memory_of(y, changes) if layout.is_dense(y) else None
         if memory is not None:
             self._hold(y, memory)
             self.masks[memory] = mask
 
     def get_mask(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the mask of a tensor that is the result of a ReLU, or a view of all its elements; else None."""
+        """Return the mask of a tensor that is the result of a ReLU, or a view of all of it, or None."""
         if not self.masks or not layout.is_dense(x):
             return None
         memory = memory_of(x)

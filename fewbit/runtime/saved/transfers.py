@@ -35,7 +35,7 @@ class CudaTransfers:
         return host, self._copy(host, source)
 
     def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start to copy a result of `to_host` back, to memory of the current stream. The event says when it is complete."""
+        """Start to copy a result of `to_host` back, to memory of the current stream."""
         target = torch.empty(len(host), dtype=torch.uint8, device=self.device)
         return target, self._copy(target, host)
 
@@ -50,7 +50,7 @@ class CudaTransfers:
         self.current().wait_event(event)
 
     def hold(self, memory: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        """Prevent memory from being reused before a stream, by default the side stream, has done the work it has when it is freed."""
+        """Prevent memory from being reused before a stream, by default the side stream, has done its present work."""
         memory.record_stream(self.side if stream is None else stream)
 
 

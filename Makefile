@@ -166,8 +166,8 @@ gpu-proof:
 gpu-training:
 	@failed=0; export PYTHONPATH=.; \
 	$(PYTHON) benchmarks/gpu_training.py --quick --seconds 280 || failed=1; \
-	$(PYTHON) benchmarks/gpu_graphs.py || failed=1; \
-	$(PYTHON) benchmarks/gpu_compiled.py || failed=1; \
+	$(PYTHON) benchmarks/study.py gpu_graphs || failed=1; \
+	$(PYTHON) benchmarks/study.py gpu_compiled || failed=1; \
 	exit $$failed
 
 $(BIN)/python:

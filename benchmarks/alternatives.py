@@ -31,12 +31,12 @@ import argparse
 import os
 import tempfile
 
-import alternatives_page
 import harness
 import torch
-from alternatives_arms import ALL, arms_of
-from alternatives_measure import measure_alone
-from alternatives_networks import NAMES, prepare
+from rivals import page
+from rivals.arms import ALL, arms_of
+from rivals.measure import measure_alone
+from rivals.tasks import NAMES, prepare
 
 import fewbit
 
@@ -53,7 +53,7 @@ def main():
     arguments = parser.parse_args()
     name = "alternatives" + "_quick" * arguments.quick
     if arguments.page:
-        return alternatives_page.rewrite(harness.stored(name))
+        return page.rewrite(harness.stored(name))
     if arguments.device == "cuda" and "OUT" not in os.environ:
         parser.error("expected the folder for results in $OUT, got a run on a GPU without it")
     torch.set_num_threads(1)
@@ -72,10 +72,10 @@ def main():
         rows = harness.run_missing(name, about, measure_alone, tasks, arguments.jobs, *settings)
     rows.sort(key=lambda row: (NAMES.index(row["network"]), list(ALL).index(row["arm"])))
     harness.save(name, about, rows)
-    for title, table in alternatives_page.tables(rows).items():
+    for title, table in page.tables(rows).items():
         print(f"\n{title}\n\n{table}")
     if name == "alternatives" and "OUT" not in os.environ:
-        alternatives_page.rewrite(rows)
+        page.rewrite(rows)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections import defaultdict
 
 import harness
 import torch
@@ -35,8 +36,8 @@ NAME = "fit"
 SHARES = (0.75, 0.5, 0.25, 0.08)
 """The targets: so much of the way from the least peak to the exact one."""
 ERROR, ROUNDS = 0.1, 3
-SHOWN = "transformer", "llama-lora", "resnet-50"
-"""The models of the picture."""
+SHOWN = {"transformer": "transformer", "llama-lora": "Llama with LoRA", "resnet-50": "ResNet-50"}
+"""{the models of the picture: their titles}."""
 
 
 class Classifier(nn.Module):
@@ -97,7 +98,7 @@ def resnet():
 
 
 def unet():
-    from fits import unet
+    from studies.fits import unet
 
     model, batch, loss = unet()
     return model, tuple(x[:8].clone() for x in batch), loss
@@ -236,32 +237,38 @@ def _judge(target: dict, rows: dict) -> None:
 
 
 def draw(rows) -> None:
-    """Draw time against peak for three models."""
+    """Draw time against peak for three models: settings made by hand, and the front of `fit_`'s choices."""
     from fewbit.render.figures import matplotlib
     from fewbit.render.labels import add_labels
 
     matplotlib("benchmarks/fit.py")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
     found = [row for name in SHOWN for row in rows if row["model"] == name]
     panels, labels = figure.subplots(1, len(found)), []
     for axes, row in zip(panels, found, strict=True):
         points = {arm: (one["peak"] / 2**20, one["time"]) for arm, one in row["arms"].items()}
-        for color, is_chosen, name in (("tab:gray", False, "by hand"), ("tab:blue", True, "fit_")):
-            shown = {arm: xy for arm, xy in points.items() if arm.startswith("fit_") == is_chosen}
-            axes.plot(*zip(*shown.values(), strict=True), "o", color=color, label=name)
-        labels.append(
-            [(arm, xy, "black") for arm, xy in points.items() if not arm.startswith("fit_")]
+        hand = {arm: xy for arm, xy in points.items() if not arm.startswith("fit_")}
+        chosen = defaultdict(list)  # several targets may have the same choice
+        for arm, one in row["arms"].items():
+            if arm.startswith("fit_"):
+                chosen[one["code"]].append(points[arm])
+        front = sorted(
+            tuple(map(statistics.fmean, zip(*xys, strict=True))) for xys in chosen.values()
         )
-        axes.margins(0.15)
-        axes.set_title(row["model"])
-        axes.set_xlabel("measured peak of a step, MiB")
+        axes.plot(*zip(*hand.values(), strict=True), "o", color="tab:gray", label="set by hand")
+        axes.plot(*zip(*front, strict=True), "o-", color="tab:blue", label="chosen by fit_")
+        labels.append([(arm, xy, "black") for arm, xy in hand.items()])
+        axes.margins(0.25, 0.12)
+        axes.set_title(SHOWN[row["model"]], fontsize="medium")
+        axes.set_xlabel("peak memory of a step, MiB")
+        axes.grid(alpha=0.25)
     panels[0].set_ylabel("time / exact time")
-    panels[-1].legend(loc="upper right")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     for axes, of_axes in zip(panels, labels, strict=True):
         add_labels(axes, of_axes)
-    figure.savefig("docs/images/fit.png", dpi=150)
+    figure.savefig(harness.IMAGES / "fit.png", dpi=200)
 
 
 def show(row) -> None:

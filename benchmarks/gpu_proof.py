@@ -8,7 +8,7 @@ order, of which the last are left out if time runs out:
 
 1. Stacks of Llama's blocks of width 2,048 and 4,096, with 4,096 and 16,384 tokens: memory and time.
 2. Fine-tuning of SmolLM2-135M with its pretrained weights (finetuning.py), all parameters and LoRA: losses, memory and time. The part
-   is left out, with one line, if the packages with the weights are not installed (pretrained_networks.py).
+   is left out, with one line, if the packages with the weights are not installed (networks/pretrained_networks.py).
 3. The largest batch of a Llama stack within 24 and 40 GB.
 4. ResNet-50 and GPT-2 with small and large batches: eager, in a CUDA graph, and compiled.
 
@@ -50,35 +50,26 @@ def fine_tune(way, arm, steps, device):
 
     import fewbit
 
-    model, tokens = finetuning.prepared(way, 0)
-    model.to(device)
+    training = finetuning.TASKS[way](0)
+    model = training.model.to(device)
     if LOSSES[arm]:
         fewbit.compress_(model, LOSSES[arm], verbose=False)
     if arm.startswith("checkpoint_"):
-        fewbit.checkpoint_(model, include="*.layers.*")
-    optimizer = finetuning.optimizer_of(model, way)
+        fewbit.checkpoint_(model, include=f"*{training.blocks}.*")
+    optimizer = training.optimizer()
 
-    def loss_of(batch):
-        batch = batch.to(device)
+    def loss_of(model, batch):
         with torch.autocast(device, torch.bfloat16):
-            return model(input_ids=batch, labels=batch).loss
+            return training.loss(model, batch.to(device))
 
-    held_out = finetuning.held_out(tokens)[:6]
-
-    def evaluated():
-        model.eval()
-        with torch.no_grad():
-            found = [loss_of(batch).item() for batch in held_out]
-        model.train()
-        return sum(found) / len(found)
-
-    row, losses, times = {"before": evaluated()}, [], []
+    on_device = training._replace(loss=loss_of, held_out=training.held_out[:6])
+    row, losses, times = {"before": on_device.evaluate()}, [], []
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    for _, batch in zip(range(steps), finetuning.batches(tokens, 0), strict=False):
+    for _, batch in zip(range(steps), training.batches, strict=False):
         start = time.perf_counter()
         optimizer.zero_grad()
-        loss = loss_of(batch)
+        loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())  # waits for the device
@@ -87,7 +78,7 @@ def fine_tune(way, arm, steps, device):
         row["allocated_bytes"] = torch.cuda.max_memory_allocated()
     row |= {
         "losses": losses,
-        "held_out": evaluated(),
+        "held_out": on_device.evaluate(),
         "step_ms": 1e3 * sorted(times)[len(times) // 2],
     }
     return row

@@ -94,11 +94,29 @@ class Block(nn.Module):
         return x + self.c_proj(self.act(self.c_fc(self.ln_2(x))))
 
 
+class Rotary(nn.Module):
+    """Rotates the vectors of heads, (batch, heads, tokens, 64), by their positions."""
+
+    def __init__(self, context: int):
+        super().__init__()
+        rates = 10000.0 ** (-torch.arange(32) / 32)
+        angles = torch.arange(context)[:, None] * rates
+        self.register_buffer("sines", angles.sin(), persistent=False)
+        self.register_buffer("cosines", angles.cos(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tables = self.sines[: x.shape[-2]], self.cosines[: x.shape[-2]]
+        sines, cosines = (table.to(x.dtype) for table in tables)
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1)
+
+
 class LlamaBlock(nn.Module):
     """A block of Llama whose heads have 64 entries, with rotary positions."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, rotary: Rotary):
         super().__init__()
+        self.rotary = rotary
         self.input_norm, self.output_norm = nn.RMSNorm(width), nn.RMSNorm(width)
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
         hidden = width * 8 // 3 // 64 * 64
@@ -111,28 +129,25 @@ class LlamaBlock(nn.Module):
             layer(normed).unflatten(-1, (-1, 64)).transpose(1, 2)
             for layer in (self.q, self.k, self.v)
         )
-        y = F.scaled_dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True)
+        y = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         normed = self.output_norm(x)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
-def _rotated(x):
-    """Rotate the vectors of heads, (batch, heads, tokens, 64), by their positions."""
-    half = x.shape[-1] // 2
-    rates = 10000.0 ** (-torch.arange(half, device=x.device) / half)
-    angles = torch.arange(x.shape[-2], device=x.device)[:, None] * rates
-    sines, cosines = angles.sin().to(x.dtype), angles.cos().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1)
-
-
 class Llama(nn.Module):
-    """A stack of `LlamaBlock`s, which maps (batch, tokens, width) to the same shape."""
+    """A stack of `LlamaBlock`s, which maps (batch, tokens, width) to the same shape.
 
-    def __init__(self, depth: int, width: int):
+    Args:
+        depth: the number of blocks.
+        width: a multiple of 64.
+        context: the largest number of tokens.
+    """
+
+    def __init__(self, depth: int, width: int, context: int):
         super().__init__()
-        self.h = nn.ModuleList(LlamaBlock(width) for _ in range(depth))
+        rotary = Rotary(context)
+        self.h = nn.ModuleList(LlamaBlock(width, rotary) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.h:
@@ -166,7 +181,8 @@ def build(case, settings, device):
         model = ResNet(settings["model"], classes=settings["classes"])
         return model.to(device, memory_format=torch.channels_last).train()
     if case == "llama":
-        return Llama(settings["depth"], settings["width"]).to(device).train()
+        sizes = (settings[name] for name in ("depth", "width", "context"))
+        return Llama(*sizes).to(device).train()
     if importlib.util.find_spec("transformers") is None:
         sizes = (settings[name] for name in ("context", "depth", "vocabulary"))
         return GPT2(*sizes).to(device).train()

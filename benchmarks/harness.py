@@ -179,7 +179,11 @@ def run_missing(name, about, function, tasks, jobs, *settings):
 
 
 def save(name, about, rows):
-    """Write RESULTS/<name>.json: the machine `about` and the rows, a list of dicts."""
+    """Write RESULTS/<name>.json: the machine `about` and the rows, a list of dicts, each on a line of its own."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    document = {"machine": about, "rows": rows}
-    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    text = f'{{"machine": {json.dumps(about)},\n "rows": [\n{lines}\n]}}\n'
+    path = RESULTS / f"{name}.json"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)

@@ -33,8 +33,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import harness
-import model_zoo
 import torch
+from networks import model_zoo
 
 import fewbit
 

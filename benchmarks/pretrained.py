@@ -6,7 +6,7 @@
     python benchmarks/pretrained.py --networks minilm --settings "2 bits" "4 bits"
     python benchmarks/pretrained.py --device cuda --dtype bfloat16
 
-benchmarks/pretrained_networks.py says how the weights are installed. g is the exact gradient of all parameters for a
+networks/pretrained_networks.py says how the weights are installed. g is the exact gradient of all parameters for a
 batch, and g^ the gradient of the compressed model. g^ is random, because rounding is; each pass with new random numbers is
 a draw. Each row of the results has
 
@@ -42,9 +42,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import harness
-import pretrained_networks
 import torch
-from pretrained_networks import LOW, Kind
+from networks import pretrained_networks
+from networks.pretrained_networks import LOW, Kind
 
 import fewbit
 from fewbit.checkpointing import supports_checkpoints

@@ -20,8 +20,8 @@ import statistics
 import sys
 
 import harness
-import host_time
 import torch
+from studies import host_time
 from torch import nn
 from torch.nn.functional import cross_entropy
 

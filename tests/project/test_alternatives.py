@@ -26,7 +26,7 @@ def paths(monkeypatch):
 
 
 def test_the_page_shows_the_stored_results():
-    import alternatives_page
+    from rivals import page as alternatives_page
 
     rows = json.loads(RESULTS.read_text())["rows"]
     page = alternatives_page.PAGE.read_text(encoding="utf-8")
@@ -37,7 +37,7 @@ def test_the_page_shows_the_stored_results():
 
 
 def test_cells_of_a_table():
-    import alternatives_page
+    from rivals import page as alternatives_page
 
     exact = {"network": "net", "arm": "exact", "saved_bytes": 4 * 2**20, "peak_bytes": 2**23}
     exact |= {"bfloat16_saved_bytes": 2**21, "ratio": 1.01, "error": 0.0}
@@ -75,7 +75,7 @@ class Squares(nn.Module):
 @pytest.mark.slow
 def test_the_bytes_of_a_step():
     """Those of a compressed model are the meter's."""
-    from alternatives_memory import step_bytes
+    from rivals.step_bytes import step_bytes
 
     torch.manual_seed(0)
     model, x = Squares(), torch.randn(512, 256)
@@ -93,8 +93,8 @@ def test_the_bytes_of_a_step():
 
 @pytest.mark.slow
 def test_the_hooks_save_rows_of_8_bits():
-    from alternatives_hooks import int8_hooks
-    from alternatives_memory import step_bytes
+    from rivals.hooks import int8_hooks
+    from rivals.step_bytes import step_bytes
 
     torch.manual_seed(0)
     first, second = nn.Linear(256, 32, bias=False), nn.Linear(256, 32, bias=False)

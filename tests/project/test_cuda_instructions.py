@@ -34,7 +34,7 @@ def counting(monkeypatch):
 @pytest.fixture
 def paths(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return import_module("cuda_paths")
+    return import_module("studies.cuda_paths")
 
 
 def test_instructions_are_counted_by_kernel(counting):

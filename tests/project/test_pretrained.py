@@ -60,7 +60,7 @@ def prepared(name):
     if str(BENCHMARKS) not in sys.path:
         sys.path.append(str(BENCHMARKS))
     pretrained = import_module("pretrained")
-    network = import_module("pretrained_networks").NETWORKS[name](**SIZES[name])
+    network = import_module("networks.pretrained_networks").NETWORKS[name](**SIZES[name])
     batch = network.batch(0)
     full = pretrained.saved_mib(network, batch)
     return (

@@ -28,7 +28,7 @@ def test_the_table():
     times = {
         row["setting"]: row for row in rows_of("pretrained_times") if row["network"] == NETWORK
     }
-    losses = {row["arm"]: row for row in rows_of("finetuning_summary") if row["way"] == "lora"}
+    losses = {row["arm"]: row for row in rows_of("finetuning_summary") if row["task"] == "lora"}
     for name, saved, time, noise, loss in shown:
         setting = SETTINGS[name]
         row = measured[setting]

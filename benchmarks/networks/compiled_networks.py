@@ -1,0 +1,210 @@
+"""The networks of compiled.py, each with its loss and batches."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from networks import small_networks
+from networks.small_networks import Network
+from torch import nn
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+import fewbit
+from fewbit.compiler.compiling import _aot_eager
+
+WIDTH, HEADS, BATCH, LENGTH, VOCABULARY = 128, 4, 16, 64, 256
+STEPS = 32
+"""The number of tokens of recurrences, whose loops torch.compile unrolls."""
+
+
+class Block(nn.Module):
+    """A block of GPT-2 that calls F.gelu and F.scaled_dot_product_attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        """Return the block's result, in the shape of x."""
+        parts = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(*parts, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class EinsumBlock(nn.Module):
+    """Attention that is written with einsum, and a gate."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Parameter(torch.randn(3, width, width) / width**0.5)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        y = torch.einsum("ntd,kde->knte", self.norm(x), self.qkv)
+        q, k, v = y.unflatten(-1, (self.heads, -1))
+        scores = torch.einsum("nqhd,nkhd->nhqk", q, k) / q.shape[-1] ** 0.5
+        mixed = torch.einsum("nhqk,nkhd->nqhd", scores.softmax(-1), v).flatten(2)
+        return x + self.out(mixed * torch.sigmoid(y[0]))
+
+
+class Experts(nn.Module):
+    """A mixture of 4 experts, of which each token uses the best 2 of its router."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(4)
+        )
+
+    def forward(self, x):
+        """Return the block's result, in the shape of x."""
+        inputs = self.norm(x)
+        weights, chosen = self.router(inputs).softmax(-1).topk(2, -1)
+        for number, expert in enumerate(self.experts):
+            x = x + expert(inputs) * (weights * (chosen == number)).sum(-1, keepdim=True)
+        return x
+
+
+class LSTM(nn.Module):
+    """An LSTM that is written out as a loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.states = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+
+    def forward(self, x):
+        """Return the states at all times, in the shape of x."""
+        inputs, found = self.inputs(x), []
+        state = cell = torch.zeros_like(x[:, 0])
+        for time in range(x.shape[1]):
+            gates = (inputs[:, time] + self.states(state)).chunk(4, -1)
+            enter, forget, leave = (torch.sigmoid(gate) for gate in gates[:3])
+            cell = forget * cell + enter * torch.tanh(gates[3])
+            state = leave * torch.tanh(cell)
+            found.append(state)
+        return torch.stack(found, 1)
+
+
+class Scan(nn.Module):
+    """A selective state-space scan as in Mamba, with 8 states for each channel."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner, self.gate = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
+        self.step, self.matrices = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 16)
+        self.rates = nn.Parameter(torch.arange(1.0, 9.0).log().repeat(WIDTH, 1))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        """Return the block's result, in the shape of x."""
+        y = self.norm(x)
+        u, step = F.silu(self.inner(y)), F.softplus(self.step(y))
+        enter, leave = self.matrices(y).chunk(2, -1)
+        decay = torch.exp(-step[..., None] * self.rates.exp())
+        added = (step * u)[..., None] * enter[:, :, None]
+        state, found = torch.zeros_like(added[:, 0]), []
+        for time in range(x.shape[1]):
+            state = decay[:, time] * state + added[:, time]
+            found.append((state * leave[:, time, None]).sum(-1))
+        return x + self.out(torch.stack(found, 1) * F.silu(self.gate(y)))
+
+
+def _of_blocks(block, length=LENGTH, count=2) -> Network:
+    def build():
+        blocks = [block() for _ in range(count)]
+        return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.Linear(WIDTH, VOCABULARY))
+
+    def batch(step):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(VOCABULARY, (BATCH, length + 1), generator=generator)
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+    def loss(model, ids, targets):
+        return cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+
+    return Network(build, batch, loss)
+
+
+def networks() -> dict[str, Network]:
+    """Return the networks by name."""
+    others = small_networks.networks()
+    return {
+        "GPT-2 with F.gelu": _of_blocks(Block),
+        "GPT-2": others["GPT-2"],
+        "Llama": others["Llama"],
+        "BERT, attention written out": others["BERT, attention written out"],
+        "mixture of experts": _of_blocks(Experts),
+        "LSTM": _of_blocks(LSTM, STEPS, 1),
+        "state-space scan": _of_blocks(Scan, STEPS, 1),
+        "einsum attention": _of_blocks(lambda: EinsumBlock(WIDTH, HEADS)),
+        "ViT on digits": others["ViT on digits"],
+        "ResNet on digits": others["ResNet on digits"],
+        "U-Net on digits": others["U-Net on digits"],
+    }
+
+
+class Step(nn.Module):
+    """A network with its loss."""
+
+    def __init__(self, network: Network):
+        super().__init__()
+        self.model, self.loss = network.build().train(), network.loss
+
+    def forward(self, *batch):
+        """Return the loss."""
+        return self.loss(self.model, *batch)
+
+
+_torchs_region = functools.partial(checkpoint, use_reentrant=False)
+
+
+def checkpointed(module: Step, region=_torchs_region) -> Step:
+    """Let each block of a network be computed again in the backward pass; if it has no blocks, the whole network.
+
+    Blocks are the modules in lists of modules, but not in lists within blocks, and not single layers. `region` is a
+    function like torch's `checkpoint`, which calls a block.
+    """
+    found, todo = [], [module.model]
+    while todo:
+        inner = todo.pop()
+        for child in inner.children():
+            is_block = isinstance(inner, nn.ModuleList | nn.Sequential) and any(child.children())
+            (found if is_block else todo).append(child)
+    for block in found or [module.model]:
+        block.forward = functools.partial(region, block.forward)
+    return module
+
+
+def plain(module, backend="aot_eager"):
+    """Compile a module with torch's own partitioner."""
+    if backend == "aot_eager":
+        backend = _aot_eager(min_cut_rematerialization_partition)
+    return torch.compile(module, backend=backend)
+
+
+def few(module, bits, backend="aot_eager"):
+    """Compile a module with fewbit's partitioner."""
+    return fewbit.compile(module, bits, backend=backend)
+
+
+def gradient(module, run, batch, seed=0):
+    """Return the gradient of all parameters, as a float64 vector, after one step of a module that `run` calls."""
+    torch.manual_seed(seed)
+    module.zero_grad()
+    run(*batch).backward()
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).double()

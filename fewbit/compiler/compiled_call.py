@@ -53,7 +53,7 @@ class CompiledModel(OptimizedModule):
 
     @classmethod
     def of(cls, compiled: OptimizedModule, partitioner: Partitioner, arguments: Mapping, anew):
-        """Turn a result of torch.compile into an instance of this class. anew(model) compiles a copy of the model.
+        """Turn a result of torch.compile into an instance of this class.
 
         Args:
             compiled: the result of torch.compile, which changes.

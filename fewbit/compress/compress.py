@@ -72,8 +72,8 @@ def compress_(
     Args:
         model: the model, which changes in place.
         bits: says who chooses the bits per element of quantized inputs: a BitConfig, such as FixedBits, AdaptiveBits or
-            ErrorBound, a Level of ActNN, or a mapping such as {"kind": "adaptive", "average": 2.5}. A whole number from 1
-            to 8 stands for FixedBits, another number for AdaptiveBits with that average, None for FixedBits(4).
+            ErrorBound, a Level of ActNN, or a mapping such as {"kind": "adaptive", "average": 2.5}. A whole number from
+            1 to 8 stands for FixedBits, another number for AdaptiveBits with that average, None for FixedBits(4).
         layers: settings of layers: LayerSettings, or a mapping of its fields except `bits`.
         include: the modules to convert: one or several glob patterns of dotted module paths, or a function (path,
             module) -> bool. The path "" is the model itself. A pattern that matches a module also matches the modules

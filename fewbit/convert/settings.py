@@ -55,10 +55,10 @@ class ResolvedSettings:
     Attributes:
         bits: the bits per element of quantized inputs; an average if `has_policy`.
         activation_bits: the bits of the code that a few-bit activation saves for each element.
-        attention_bits: the bits per element of q, k and v; None stands for `bits`, and unless `adapts` for
-            EXTRA_BITS_OF_ATTENTION more.
-        gate_bits: the bits per element of the two factors of gated units; None stands for `bits`, and unless `adapts` for
-            EXTRA_BITS_OF_GATES more.
+        attention_bits: the bits per element of q, k and v; None stands for `bits`, plus EXTRA_BITS_OF_ATTENTION unless
+            `adapts`.
+        gate_bits: the bits per element of the two factors of gated units; None stands for `bits`, plus
+            EXTRA_BITS_OF_GATES unless `adapts`.
         fuses_norms: whether norms save fixed-point copies, which the layers after them use.
         recomputes: whether activations save copies of their inputs in place of codes of `activation_bits`.
         has_policy: whether a policy chooses bits while the model trains.

@@ -46,7 +46,8 @@ def conv1d(
 ) -> Tensor:
     """Compute torch.nn.functional.conv1d and save the input quantized.
 
-    The gradients of input and bias are exact. The weight's gradient is exact in expectation (ActNN, long version, appendix B.1). If the weight needs no gradient, the input is not saved.
+    The gradients of input and bias are exact. The weight's gradient is exact in expectation (ActNN, long version,
+    appendix B.1). If the weight needs no gradient, the input is not saved.
 
     Args:
         input: (N, C, L) or (C, L), float32, float64, float16 or bfloat16. Saved as in `linear`.

@@ -67,11 +67,12 @@ def layer_norm(
 ) -> Tensor:
     """Compute torch.nn.functional.layer_norm and save the normalized input quantized.
 
-    The gradient of `bias` is exact, and that of `weight` exact in expectation. The gradient of `input` is exact in expectation only with `copies=2`, and otherwise biased
-    (docs/concepts/layers.md#bias).
+    The gradient of `bias` is exact, and that of `weight` exact in expectation. The gradient of `input` is exact in
+    expectation only with `copies=2`, and otherwise biased (docs/concepts/layers.md#bias).
 
     Args:
-        input: (*, *normalized_shape), floating. Saved as in `linear`, with a reciprocal standard deviation for each row.
+        input: (*, *normalized_shape), floating. Saved as in `linear`, with a reciprocal standard deviation for each
+            row.
         normalized_shape: as in torch.
         weight: a tensor of the shape `normalized_shape`, or None.
         bias: a tensor of the shape `normalized_shape`, or None.

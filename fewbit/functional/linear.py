@@ -36,7 +36,8 @@ def linear(
 ) -> Tensor:
     """Compute torch.nn.functional.linear and save the input quantized.
 
-    The gradients of input and bias are exact. The weight's gradient is exact in expectation (ActNN, section 3.3). If the weight needs no gradient, the input is not saved.
+    The gradients of input and bias are exact. The weight's gradient is exact in expectation (ActNN, section 3.3). If
+    the weight needs no gradient, the input is not saved.
 
     Args:
         input: (*, in_features), float32, float64, float16 or bfloat16. For n elements `4 * bits * ceil(n / 32)` bytes

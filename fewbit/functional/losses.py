@@ -40,9 +40,10 @@ def cross_entropy(
 ) -> Tensor:
     """Compute torch.nn.functional.cross_entropy and save the probabilities quantized.
 
-    The loss is torch's to the bit. The gradient is linear in the probabilities, and therefore exact in expectation. With 2 bits, its squared error is at most 1.1 % of its square
-    (`benchmarks/results/cross_entropy.json`). If the target has probabilities of classes, or if `weight` needs a
-    gradient, torch's own function runs, which saves the logarithms of all probabilities.
+    The loss is torch's to the bit. The gradient is linear in the probabilities, and therefore exact in expectation.
+    With 2 bits, its squared error is at most 1.1 % of its square (`benchmarks/results/cross_entropy.json`). If the
+    target has probabilities of classes, or if `weight` needs a gradient, torch's own function runs, which saves the
+    logarithms of all probabilities.
 
     Args:
         input: the logits: (classes,), (N, classes) or (N, classes, ...), floating.

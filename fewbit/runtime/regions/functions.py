@@ -9,8 +9,8 @@ from torch.nn import functional
 
 NEUTRAL, USUAL, READS, CHOOSES, DRAWS_ONE_HOT, DRAWS_SLOPES = range(6)
 """The kinds. NEUTRAL: no decision, and no new tensor from values. READS: returns Python numbers. CHOOSES: returns elements
-of its input and their indices. DRAWS_ONE_HOT: `gumbel_softmax`, which chooses without showing an index. DRAWS_SLOPES: `rrelu`,
-which draws as many random numbers as its input has negative elements. USUAL: all others."""
+of its input and their indices. DRAWS_ONE_HOT: `gumbel_softmax`, which chooses without showing an index. DRAWS_SLOPES:
+`rrelu`, which draws as many random numbers as its input has negative elements. USUAL: all others."""
 
 _READS = frozenset(
     "item tolist numpy __array__ __bool__ __int__ __float__ __index__ __complex__ __contains__ equal allclose is_nonzero".split()

@@ -1,8 +1,8 @@
 """The bits of every saved tensor in one forward pass, if a policy chooses them.
 
 A tensor's bits are divided among its samples so that the sum of distortion(kind, bits_n) * sensitivity_n is small. The
-*sensitivity* is that of `QuantizationRecord.squares`, times the squared norm of the sample's gradient if that is known
-(ActNN, section 4.2).
+*sensitivity* of a sample is its part of `QuantizationRecord.squares`, times the squared norm of its gradient if that is
+known (ActNN, section 4.2).
 """
 
 from __future__ import annotations

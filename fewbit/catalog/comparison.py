@@ -23,15 +23,15 @@ class ComparisonRow:
         function: The name of the function.
         bits: The number of bits.
         paper: The error that the paper prints, or None.
-        discrete: The least error if q changes only at points of a grid (the paper's eq. 9); None without `paper`.
+        discrete: The least error with breaks on a grid (the paper's eq. 9); None without `paper`.
         reproduced: Whether `discrete`, rounded, is the printed error; None without `paper`.
-        intervals: The least error in form "intervals", if q may change at any point.
-        intervals_lower_bound: A proven lower bound on the error in form "intervals".
-        levels: The least error in form "levels", if q may change at any point.
-        levels_lower_bound: A proven lower bound on the error in form "levels".
+        intervals: The least error in form "intervals".
+        intervals_lower_bound: A proven lower bound on it.
+        levels: The least error in form "levels".
+        levels_lower_bound: A proven lower bound on it.
         ratio: `intervals` / `levels`; None if `levels` is 0.
-        parity: Whether f' is even. As in the paper, all pieces in form "intervals" then lie in x >= 0, and q(-x) = q(x);
-            `intervals` is the error of both halves.
+        parity: Whether f' is even. Then, as in the paper, pieces in form "intervals" lie in x >= 0, q(-x) = q(x), and `intervals` is
+            the error of both halves.
     """
 
     function: str

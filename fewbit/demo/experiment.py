@@ -65,14 +65,14 @@ def run_demo(
     """Train the transformer with exact layers, with few-bit GELUs, and with all layers compressed, each from the seeds 0, 1, ...
 
     Args:
-        bits: Numbers of bits. Each gives an arm whose GELUs save this many bits per element.
-        everything: Numbers of bits. Each gives an arm whose model `compress_` converts with these bits.
-        average: Average numbers of bits. Each gives an arm at level L3 of ActNN (`AdaptiveBits`).
+        bits: Numbers of bits, each of an arm whose GELUs save this many bits per element.
+        everything: Numbers of bits, each of an arm whose model `compress_` converts.
+        average: Average numbers of bits, each of an arm at level L3 of ActNN (`AdaptiveBits`).
         seeds: The number of seeds.
         settings: The settings of every training; by default those of benchmarks/results/demo.json.
         corpus: The text; by default the help texts that come with Python.
         progress: Called as `progress(name of the arm, steps done, steps in all)`.
-        processes: The number of trainings at a time, each with one thread, so that losses do not depend on the number of cores.
+        processes: The number of trainings at a time, each with one thread, on which losses do not depend.
 
     Raises:
         InputError: A number is out of range.

@@ -29,10 +29,10 @@ def run_all(
     """Return `[work(task, step) for task in tasks]`, computed in several processes.
 
     Args:
-        work: A function, picklable if there are several processes, that calls `step(steps done)` after each step of the task.
-        tasks: The tasks. They are started in reverse order, so the slowest tasks should be last.
+        work: Calls `step(steps done)` after each step of the task; picklable for several processes.
+        tasks: The tasks, started in reverse order, so the slowest should be last.
         processes: The number of processes. With 1 the tasks run in this process, in order.
-        progress: Called in this process as `progress(index of a task, number of steps done in that task)`.
+        progress: Called in this process as `progress(index of a task, steps done in it)`.
 
     Raises:
         FewbitError: A worker process was killed.

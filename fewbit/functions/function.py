@@ -97,8 +97,8 @@ def make_function(
     """Make a `Function` from formulas; `registry.get` fills in its name and parameters.
 
     Args:
-        value: The formula of f for float64 arrays without NaN, which may contain infinities. It must not divide by
-            zero, and must not form inf - inf.
+        value: The formula of f for float64 arrays without NaN, but with infinities. It must neither divide by zero nor form
+            inf - inf.
         derivative: The formula of f', under the same conditions.
         slopes: The limits of f' at minus and plus infinity.
         reference: The definition of f.

@@ -49,10 +49,10 @@ class Panels:
         center: (n,). Every polynomial is a Chebyshev series in t = (x - center) / half.
         half: (n,). Half of the length of the interval from t = -1 to t = 1, which contains the panel.
         coefficients: The Chebyshev series, (terms, n).
-        error: The estimated largest error of the polynomials, or of their derivatives if `resolve_panels` got order 1.
+        error: The estimated largest error, of derivatives if `resolve_panels` got order 1.
         allowed: The largest error that was allowed for a panel.
-        unresolved: bool (n,). True for a panel that was kept although its polynomial does not agree with f, because the panel
-            is as narrow as allowed or rounding of f causes the error.
+        unresolved: bool (n,), panels that were kept although their polynomials do not agree with f, because they are as narrow as
+            allowed or rounding of f causes the error.
     """
 
     left: np.ndarray
@@ -235,12 +235,12 @@ def slope_within(f, start: np.ndarray, end: np.ndarray, x: np.ndarray) -> np.nda
 
 @dataclass(frozen=True)
 class Side:
-    """A polynomial that approximates a function f on one side of a point.
+    """A polynomial that approximates a function f on one side of a point, a Chebyshev series in t = (x - center) / half.
 
     Attributes:
-        center: The polynomial is a Chebyshev series in t = (x - center) / half.
-        half: Half of the length of the interval from t = -1 to t = 1.
-        coefficients: The Chebyshev series, (terms,).
+        center: The center of the interval of x.
+        half: Half of its length.
+        coefficients: The series, (terms,).
         errors: The estimated errors of the polynomial and of its derivative.
         size: The largest |f| that was found in the interval.
     """

@@ -16,7 +16,7 @@ class Family(NamedTuple):
     Attributes:
         name: the name of the architecture, as in the help of `fewbit memory`.
         module: the name of the Python file in this folder, without `.py`.
-        builder: the name of a class or function in this file, called with a model's name, and perhaps a callable that makes the activation.
+        builder: the class or function in it, called with a model's name, and perhaps a callable that makes the activation.
         models: the names of the models.
         is_text: whether the input is tokens; otherwise it is images.
         has_relu: whether the activation is ReLU, in place of which the paper Few-bit Backward measured GELU.

@@ -35,11 +35,11 @@ STYLE = {
 
 
 def draw(fill: Callable, path: str | os.PathLike | None = None, force: bool = False, figure=None):
-    """Draw a figure in the common style, and save it if a path is given. Return the figure.
+    """Draw a figure in the common style, save it if a path is given, and return it.
 
     Args:
-        fill: A function that gets the matplotlib Figure and draws into it. It also sets the size of a new Figure.
-        path: The file to write, if any. Its name ends in .png or .svg.
+        fill: Draws into the matplotlib Figure, and sets the size of a new one.
+        path: The file to write, .png or .svg, if any.
         force: Whether to replace the file if it exists.
         figure: The figure to draw into, by default a new one.
 

@@ -12,14 +12,14 @@ NAMED = 4
 
 
 class Rows(Result, Sequence):
-    """A result that is a sequence of rows. Two results of a class are equal if their rows are equal.
+    """A result that is a sequence of rows, equal to another of its class with equal rows.
 
     A subclass defines the title `_headline`, and the method `_full`, which returns the view, for results with rows.
 
     Args:
         rows: Named tuples, in the order in which the forward pass reaches the layers.
         empty: The line that is shown if there are no rows.
-        ended: The reason why the model is not trained any more, or "". The title begins with this text.
+        ended: The reason why the model is not trained any more, with which the title begins, or "".
         unobserved: {path of a layer: the reason why its saved tensors were not measured}, in the order of the model.
     """
 

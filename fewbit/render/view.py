@@ -13,13 +13,12 @@ class Column:
 
     Args:
         title: The text of the header.
-        cell: A function that makes the text of a cell from a row.
-        kind: What a narrow terminal does: "number" (right-aligned) and "word" are shown in full or not at all, "name" is
-            shortened, "text" is wrapped.
+        cell: Makes the text of a cell from a row.
+        kind: In a narrow terminal "number" (right-aligned) and "word" are whole or absent, "name" is shortened, "text" wrapped.
         drop: The order in which columns are left out, 1 first; 0 for never.
-        least: For a "name" or "text": the width below which the column shrinks only after columns have been left out.
+        least: The width below which a "name" or "text" shrinks only after columns have been left out.
         once: Whether a terminal leaves a cell empty if its value equals the value above.
-        style: A function that makes the style of a cell, as rich names styles, from a row.
+        style: Makes the style of a cell, as rich names styles, from a row.
     """
 
     title: str
@@ -55,16 +54,15 @@ class View:
 
     Args:
         title: One line, or "".
-        columns: The columns of the table. Without columns there is no table.
+        columns: The columns of the table, if there is one.
         rows: One object, of any class, for each row of the table.
-        notes: Lines of text below the table. A line that begins with the title of a column and a colon is shown in a terminal only
-            together with this column.
+        notes: Lines below the table. One that begins with a column's title and a colon is shown only together with this column.
         total: A row for the last line, if any.
         rest: A function (name, rows) that returns one row of this name for the rows for which a long table has no room. If
             None, all rows are shown.
         bar: (label, fraction of the whole, color) for each part of a bar, for HTML.
-        figure: A function that makes a matplotlib Figure, for HTML.
-        more: Further views, which are shown below this view.
+        figure: Makes a matplotlib Figure, for HTML.
+        more: Further views, shown below.
         is_folded: Whether HTML shows only the title until the reader opens the view.
         code: A Python expression to paste, shown below the title; or "".
     """

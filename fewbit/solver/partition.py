@@ -7,13 +7,13 @@ k-means), which makes costs Monge. With D_k(i) the least cost of k segments of t
 
 The time is O(n^2 K) for intervals in the worst case and O(n K log n) for levels; the memory is O(n (K + log n)).
 
-Pruning does not change the result. Positions are grouped into blocks [a, b]. If breaks k - 1 and k are in the blocks h and g, the
-segment between them contains at least the items from b_h to a_g. So with
+Pruning does not change the result. If breaks k - 1 and k are in the blocks h and g of positions [a, b], the segment between them
+contains at least the items from b_h to a_g. So with
 
     L_k(g) = min over h <= g of L_{k-1}(h) + cost(b_h, a_g)
 
-and R_k(g) the same bound for the segments after break k, every partition whose break k is in block g costs at least L_k(g) +
-R_k(g). Blocks whose bound exceeds the cost of a known partition are dropped, and the others divided.
+and R_k(g) the same bound for the segments after break k, partitions whose break k is in block g cost at least L_k(g) + R_k(g). Blocks
+whose bound exceeds the cost of a known partition are dropped, and the others divided.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class LayeredSearch:
         costs: The costs of segments.
         monge: Whether the costs satisfy the quadrangle inequality.
         effort: The threads and the progress function.
-        columns: int64 (m,), the positions at which the first segment may start; by default only position 0.
-        values: float64 (m,), the total cost of all items before these positions; by default 0.
+        columns: int64 (m,), where the first segment may start; by default 0.
+        values: float64 (m,), the total cost of all items before; by default 0.
     """
 
     def __init__(self, costs, monge, effort, *, columns=None, values=None):

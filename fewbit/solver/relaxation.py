@@ -1,25 +1,23 @@
 """Solve the discrete problem, which gives a lower bound on the error, and the levels with which the refinement starts.
 
-A cell with mass W, mean m, spread S (the integral of (f' - m)**2 w) and values of f' in [a, b] is replaced by *atoms*: one or two
-values with a mass.
+A cell with mass W, mean m, spread S (the integral of (f' - m)**2 w) and values of f' in [a, b] is replaced by *atoms*.
 
-**Objective "mse", form "levels".** The mass of a cell moves to two atoms, at a and b, with the same mean; their spread is
-W (m - a)(b - m) >= S. For any levels y write min_k (v - y_k)**2 = v**2 - h(v), with the convex h(v) = max_k (2 v y_k - y_k**2). On
-[a, b] h is below its chord, whose mean over the cell is that over the two atoms:
+**Objective "mse", form "levels".** The mass moves to two atoms, at a and b, with the same mean; their spread is W (m - a)(b - m) >= S.
+For any levels y write min_k (v - y_k)**2 = v**2 - h(v), with the convex h(v) = max_k (2 v y_k - y_k**2). On [a, b] h is below its
+chord, whose mean over the cell is that over the two atoms:
 
     integral over the cell of min_k (f' - y_k)**2 w  >=  sum over its atoms of min_k (atom - y_k)**2
                                                           - (W (m - a)(b - m) - S).
 
-So the least error of all atoms, minus the total excess spread, is a lower bound, also if some levels are pinned.
+So the least error of all atoms, minus the total excess spread, is a lower bound.
 
-**Form "intervals".** The two atoms are in the order in which f' passes them. If q changes inside a cell against the direction of f',
-the error is concave in the break's place, so the break can move to an end of the cell, or to the next break, without raising the
-error. At other breaks the best level for the first atom does not come after that for the second, so contiguous segments of atoms
-have these levels, and the same bound follows. With n cells, both bounds differ from the optimum by O(n**-2).
+**Form "intervals".** The atoms are in the order in which f' passes them. If q changes inside a cell against the direction of f', the
+error is concave in the break's place, so the break can move to an end of the cell, or to the next break. At other breaks contiguous
+segments of atoms have the best levels, and the same bound follows. With n cells, both bounds differ from the optimum by O(n**-2).
 
-**Objective "unbiased".** The expected squared error at v is (v - y_k)(y_{k+1} - v) = H(v) - v**2, with H the convex piecewise linear
-interpolant of v**2 at the levels. By Jensen's inequality the optimum for one atom per cell, at m, minus the total spread, is a lower
-bound. The error is linear in a level between two atoms, so some optimal levels are values of atoms, and the search is exact.
+**Objective "unbiased".** The expected squared error at v is H(v) - v**2, with H the convex piecewise linear interpolant of v**2 at the
+levels. By Jensen's inequality the optimum for one atom per cell, at m, minus the total spread, is a lower bound. The error is linear
+in a level between two atoms, so some optimal levels are values of atoms.
 """
 
 from __future__ import annotations
@@ -208,10 +206,10 @@ def relax_unbiased(cells, count, fixed, effort):
 
 
 class Zone:
-    """The search for the best contiguous segments of items if the level of the first or the last segment is given.
+    """The search for the best contiguous segments of items between two pinned levels.
 
     Args:
-        items: The `Items` of the zone, the values of f' between two pinned levels.
+        items: The `Items` of the zone.
         first: The level of the first segment, or None if it is free.
         last: The level of the last segment, or None if it is free.
         effort: The threads and the progress function.

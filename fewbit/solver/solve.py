@@ -82,20 +82,20 @@ def solve(
             function's own domain, which a normal weight extends to 8 standard deviations around its mean.
         objective: What is minimized: "mse" (the squared error), "minimax" (the largest error), or "unbiased" (the
             squared error if one of two levels is drawn at random such that the mean of the draw is f').
-        tails: "pinned" to give the outermost pieces the limits of f' at both infinities as levels, "free" not to.
+        tails: "pinned" to give the outermost pieces the limits of f' at both infinities as levels, or "free".
         levels: The number of levels, 2 to 256, instead of `bits`.
-        grid: The number of cells of the discrete problem. More cells narrow the gap between error and lower bound.
+        grid: The number of cells; more narrow the gap between error and lower bound.
         refine: Whether to improve the first levels until the error is stationary.
         parameters: Parameters of a named function.
         derivative: The derivative f' of a callable f, treated as exact if its integrals agree with f to 1e-7 of max |f'|.
         kinks: The points at which the derivative of a callable is not smooth.
         threads: The largest number of threads; by default the processors of this process.
-        progress: Called as `progress(stage, done, total)` while the first levels are computed.
+        progress: Called as `progress(stage, done, total)`.
 
     Returns:
-        A `fewbit.Table`. Its `error` and `lower_bound` hold on the whole domain. Its `solver` is a dict with version, grid,
-        seconds and status: "exact" if the error is 0, "optimal" for objective "minimax", "unrefined" without `refine`,
-        "stationary" if the gradient is at most about 1e-10, or "stalled" if no step lowered the error before that.
+        A `fewbit.Table`, whose `error` and `lower_bound` hold on the whole domain. Its `solver` is a dict with version, grid,
+        seconds and status: "exact" (no error), "optimal" (minimax), "unrefined", "stationary" (the gradient is at most about
+        1e-10), or "stalled" (no step lowered the error before that).
 
     Raises:
         FunctionError: The function cannot be used.

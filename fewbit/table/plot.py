@@ -117,18 +117,7 @@ def _finite(y: np.ndarray) -> np.ndarray:
 
 
 def plot_table(table: Table, path: str | os.PathLike | None = None, ax=None, force: bool = False):
-    """Draw f', if it is known, and q, and below them their difference. Return the matplotlib Figure.
-
-    Args:
-        table: The table.
-        path: A .png or .svg file in which the figure is also saved, or None.
-        ax: The matplotlib axes into which f' and q are drawn, without their difference. None means a new figure.
-        force: Whether an existing file may be overwritten.
-
-    Raises:
-        OutputExistsError: The file exists, and `force` is false.
-        FewbitError: The path has another ending, or matplotlib is not installed.
-    """
+    """Draw f', if it is known, and q, and below them their difference, as `Table.plot`."""
     if ax is None:
         return figures.draw(lambda figure: _draw_figure(figure, table), path, force)
     return figures.draw(lambda _: _draw_axes(ax, table), path, force, ax.figure)
@@ -137,7 +126,7 @@ def plot_table(table: Table, path: str | os.PathLike | None = None, ax=None, for
 def plot_grid(tables: Sequence[Table], path: str | os.PathLike | None = None, force: bool = False):
     """Draw tables, a row for each function and a column for each form and number of bits. Return the matplotlib Figure.
 
-    Of several tables with the same function, form and bits, the last one is drawn. `path` and `force` are those of `plot_table`.
+    `path` and `force` are those of `Table.plot`. Of several tables with the same function, form and bits, the last one is drawn.
 
     Raises:
         OutputExistsError: The file exists, and `force` is false.

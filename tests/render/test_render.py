@@ -88,7 +88,7 @@ LONG = View(
     columns(Column("name", None, "name", once=True), Column("number", None)),
     [(f"part{i // 2}", str(i)) for i in range(100)],
     total=("all", "4950"),
-    rest=lambda rows: (f"{len(rows)} more", str(sum(int(number) for _, number in rows))),
+    rest=lambda name, rows: (name, str(sum(int(number) for _, number in rows))),
 )
 
 
@@ -97,7 +97,9 @@ def test_long_tables_are_cut_and_repeated_names_stand_once(count, shown):
     view = replace(LONG, rows=LONG.rows[:count])
     lines = [line.split() for line in plain(view).splitlines()[4:]]
     assert lines[:3] == [["part0", "0"], ["1"], ["part1", "2"]]
-    rest = [[str(count - shown), "more", str(sum(range(shown, count)))]] * (shown < count)
+    rest = [["…", "and", str(count - shown), "more", str(sum(range(shown, count)))]] * (
+        shown < count
+    )
     assert lines[shown:] == [*rest, [], ["all", "4950"]]
     page = html.block(view)
     assert page.count("part0") == 2 and page.count("<tr>") == 2 + min(count, 61)

@@ -17,7 +17,6 @@ from fewbit.catalog import store
 from fewbit.errors import FunctionError, TableError
 from fewbit.runtime.activations.tables import DEFAULT, text_of
 from fewbit.runtime.interop.bypass import bypass
-from fewbit.runtime.interop.closures import contents
 from fewbit.runtime.interop.compiler_constants import constant
 from fewbit.runtime.interop.tensor_kinds import is_abstract
 from fewbit.table import Table, describe_function
@@ -150,7 +149,15 @@ def _used(function) -> tuple:
     if not isinstance(function, types.FunctionType):
         return ()
     keywords = function.__kwdefaults__ or {}
-    return (*contents(function), *(function.__defaults__ or ()), *keywords.values())
+    enclosed = map(_content, function.__closure__ or ())
+    return (*enclosed, *(function.__defaults__ or ()), *keywords.values())
+
+
+def _content(cell):
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return None
 
 
 def _key_of(value):

@@ -168,10 +168,6 @@ class BitAssignment:
             average = self.averages.get(name, average)
         return TensorSlot(name, average, is_fixed, self, kind=kind)
 
-    def codec(self, slot: TensorSlot):
-        """Return the slot codec of this slot, or None."""
-        return None if slot.is_fixed else self.codecs.get(slot.name)
-
     def activation_bits(self, name: str, default: int) -> int:
         """Return the bits that the policy chose for the few-bit activation `name`, else `default`."""
         return self.activations.get(name, default)

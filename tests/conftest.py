@@ -181,9 +181,18 @@ def backend(request, choice, monkeypatch):
     """Run the test with every backend in place of the one that the runtime chose: .name, .kernels, .device."""
     import torch
 
+    from fewbit.runtime import backends
+    from fewbit.runtime.backends import reference
+
     found = _backend(request.param)
-    monkeypatch.setitem(choice, torch.zeros(0, device=found.device).device, found.kernels)
-    return found
+    empty = torch.zeros(0, device=found.device)
+    usual = backends.of(empty)
+    monkeypatch.setitem(choice, empty.device, found.kernels)
+    if usual is not reference:  # the ops of compiled graphs, too
+        usual.unregister_ops() if found.kernels is reference else found.kernels.register_ops()
+    yield found
+    if usual is not reference:
+        usual.register_ops()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=CUDA)])

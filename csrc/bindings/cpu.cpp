@@ -96,7 +96,9 @@ class Cpu {
     dequantize(packed, ranges, shape, {}, out, {}, {}, 1, {}, {});
   }
 
-  bool register_ops(const OwnedTable& step) const { return Ops<Cpu>::add("CPU", *this, step); }
+  bool register_ops(const OwnedTable& step) const { return Ops<Cpu>::use("CPU", *this, step); }
+
+  void unregister_ops() const { Ops<Cpu>::use_none(); }
 
   void share_bits(const Buffer& squares, int64_t extra, const std::vector<float>& gains, const Buffer& widths) const {
     const SharedBits of = shared_bits(Entry("share_bits", kDevice), squares, extra, gains, widths);
@@ -270,9 +272,10 @@ void bind_cpu(PyObject* module) {
                              "e / inner % their length. channels: (count, 2) bfloat16, the results of channel_statistics, "
                              "which are taken out; or None."),
       method<&Cpu::register_ops>("register_ops(step)",
-                                 "Let torch's dispatcher call the ops of compiled models in C++, if load_shim has found its "
-                                 "interface; return whether it does. step: the table whose code of x is x > 0; it must never be "
-                                 "deleted."),
+                               "Let torch's dispatcher run the ops of compiled models with these kernels, if load_shim has found "
+                               "its interface; return whether it does. step: the table whose code of x is x > 0; it must never "
+                               "be deleted."),
+      method<&Cpu::unregister_ops>("unregister_ops()", "Let the ops run their implementations in Python."),
       method<&Cpu::share_bits>("share_bits(squares, extra, gains, widths)",
                                "Divide `extra` bits, and one bit for each sample, among the samples."),
       method<&Cpu::draw_seeds>("draw_seeds(counter, out)", "Draw int64 seeds from a counter, one int64, and advance it."),

@@ -22,6 +22,9 @@ struct Where {
 
   Where(const char* entry, const Buffer& tensor) : device(tensor.device) {
     if (device < 0) refuse(entry, "tensors on a CUDA device", "tensors on the CPU");
+    // torch would set an error of Python, for which this thread may lack Python's lock.
+    const int count = cuda::device_count();
+    if (device >= count) refuse(entry, "one of " + std::to_string(count) + " CUDA devices", "device " + std::to_string(device));
     stream = torch_stream(device);
   }
 };
@@ -140,7 +143,9 @@ struct Cuda {
     dequantize(packed, ranges, shape, {}, {}, out, {}, {}, 1, {}, {});
   }
 
-  bool register_ops(const OwnedTable& step) const { return Ops<Cuda>::add("CUDA", *this, step); }
+  bool register_ops(const OwnedTable& step) const { return Ops<Cuda>::use("CUDA", *this, step); }
+
+  void unregister_ops() const { Ops<Cuda>::use_none(); }
 
   void share_bits(const Buffer& squares, int64_t extra, const std::vector<float>& gains, const Buffer& widths) const {
     const SharedBits of = shared_bits(Entry("share_bits", squares.device), squares, extra, gains, widths);
@@ -295,6 +300,7 @@ void bind_cuda(PyObject* module) {
       method<&Cuda::share_bits>("share_bits(squares, extra, gains, widths)"),
       method<&Cuda::draw_seeds>("draw_seeds(counter, out)"),
       method<&Cuda::register_ops>("register_ops(step)"),
+      method<&Cuda::unregister_ops>("unregister_ops()"),
       method<&Cuda::relu_quantized>("relu_quantized(x, shape, y, mask, seed, packed, ranges)"),
       method<&Cuda::batch_norm_backward>("batch_norm_backward(packed, ranges, shape, grad, rstd, weight, memory, out, "
                                          "grad_weight, grad_bias)"),

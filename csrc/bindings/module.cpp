@@ -127,6 +127,9 @@ void bind_common(PyObject* module) {
       method<&load_shim>("load_shim(path)",
                          "Look for torch's C interface in the loaded library at path and in those that it depends on; return True "
                          "if it is there."),
+      method<&set_failure>("set_failure(is_refused, text)",
+                           "Keep the error of an op's implementation in Python for the C++ code that has called it. is_refused: "
+                           "True for a ValueError."),
       method<&use_openmp_of>("use_openmp_of(path)",
                              "Use the OpenMP runtime that the loaded library at path uses; return True if there is one."),
       {}};

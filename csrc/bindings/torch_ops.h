@@ -1,6 +1,7 @@
 // The ops of compiled models (fewbit/runtime/ops/dense_ops.py), which torch's dispatcher calls without Python.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -45,7 +46,8 @@ class Arguments {
   // Calls another op with the same arguments, which owns them from now on.
   void pass_to(const char* op) {
     values_.clear();
-    check(shim()->call(op, "", stack_, kShimVersion));
+    set_failure(false, "");
+    if (shim()->call(op, "", stack_, kShimVersion)) throw_failure();
   }
 
   int int_at(size_t i, const char* name) const {
@@ -100,14 +102,24 @@ inline int32_t dtype_of(int item) { return shim()->of_items[item]; }
 template <class Device>
 class Ops {
  public:
-  // Registers the ops with torch's dispatcher, for "CPU" or "CUDA". A call with unusual arguments runs the op's implementation in
-  // Python, "<name>_in_python". Returns false, and does nothing, unless `load_shim` has found torch's interface.
+  // Lets the ops run the kernels of a device, and before that registers them with torch's dispatcher, for "CPU" or "CUDA". A call
+  // with unusual arguments runs the op's implementation in Python, "<name>_in_python". Returns false, and does nothing, unless
+  // `load_shim` has found torch's interface.
   //
   // step: the table whose code of a number x is 1 if x > 0, else 0. Neither it nor the device is ever deleted.
-  static bool add(const char* key, const Device& device, const OwnedTable& step) {
+  static bool use(const char* key, const Device& device, const OwnedTable& step) {
     if (!shim()) return false;
-    device_ = new Device(device);
     step_ = &step;
+    device_ = new Device(device);
+    static const bool is_registered = (add(key), true);
+    return is_registered;
+  }
+
+  // Lets the ops run their implementations in Python.
+  static void use_none() { device_ = nullptr; }
+
+ private:
+  static void add(const char* key) {
     Handle library = nullptr;
     check(shim()->library("fewbit", key, __FILE__, __LINE__, &library));
     const auto implement = [&](const char* op, Boxed function) { check(shim()->implement(library, op, function, kShimVersion)); };
@@ -117,22 +129,21 @@ class Ops {
     implement("unpack", unpack);
     implement("pack_mask", pack_mask);
     implement("unpack_mask", unpack_mask);
-    return true;
   }
 
- private:
   // quantize_dense(Tensor x, Tensor seed, int bits, int group_size, int kind, SymInt channels) -> (Tensor, Tensor, Tensor)
   static void quantize_dense(Value* stack, uint64_t, uint64_t) {
     Arguments arguments(stack, "ttnnnn");
     const Borrowed x(stack[0]), seed(stack[1]);
     const Buffer from = x->buffer();
-    if (stack[5] || !is_narrow(from.item) || !x->is_contiguous()) return arguments.pass_to("fewbit::quantize_dense_in_python");
+    const Device* const device = device_;
+    if (!device || stack[5] || !is_narrow(from.item) || !x->is_contiguous()) return arguments.pass_to("fewbit::quantize_dense_in_python");
     const int bits = arguments.int_at(2, "bits"), group_size = arguments.int_at(3, "group_size"), kind = arguments.int_at(4, "kind");
     const CopyShape shape = shape_of(x->sizes(), x->dims(), group_size, bits, kind);
     OpTensor packed = OpTensor::empty(*x, {shape.words()}, dtype_of(kInt32));
     OpTensor ranges = OpTensor::empty(*x, {shape.rows(), kColumns}, dtype_of(kBfloat16));
     OpTensor channels = OpTensor::empty(*x, {0, kColumns}, dtype_of(kBfloat16));
-    device_->quantize_alike(from, shape, {0, false, seed->buffer()}, packed.buffer(), ranges.buffer());
+    device->quantize_alike(from, shape, {0, false, seed->buffer()}, packed.buffer(), ranges.buffer());
     stack[0] = packed.release();
     stack[1] = ranges.release();
     stack[2] = channels.release();
@@ -144,13 +155,14 @@ class Ops {
     Arguments arguments(stack, "ttnnlnn");
     const Borrowed packed(stack[0]), ranges(stack[1]);
     const auto dtype = static_cast<int32_t>(stack[5]);
-    const bool is_usual = !stack[7] && is_narrow(item_of(dtype)) && packed->is_contiguous() && ranges->is_contiguous();
+    const Device* const device = device_;
+    const bool is_usual = device && !stack[7] && is_narrow(item_of(dtype)) && packed->is_contiguous() && ranges->is_contiguous();
     if (!is_usual) return arguments.pass_to("fewbit::dequantize_dense_in_python");
     const std::vector<int64_t> size = numbers_of(stack[4]);
     const int bits = arguments.int_at(2, "bits"), group_size = arguments.int_at(3, "group_size"), kind = arguments.int_at(6, "kind");
     const CopyShape shape = shape_of(size.data(), static_cast<int64_t>(size.size()), group_size, bits, kind);
     OpTensor out = OpTensor::empty(*packed, size, dtype);
-    device_->dequantize_alike(packed->buffer(), ranges->buffer(), shape, out.buffer());
+    device->dequantize_alike(packed->buffer(), ranges->buffer(), shape, out.buffer());
     stack[0] = out.release();
   }
 
@@ -158,12 +170,13 @@ class Ops {
   static void pack(Value* stack, uint64_t, uint64_t) {
     Arguments arguments(stack, "tn");
     const Borrowed codes(stack[0]);
-    if (!codes->is_contiguous()) return arguments.pass_to("fewbit::pack_in_python");
+    const Device* const device = device_;
+    if (!device || !codes->is_contiguous()) return arguments.pass_to("fewbit::pack_in_python");
     const Buffer from = codes->buffer();
     const int bits = arguments.int_at(1, "bits");
     check_bits(bits);
     OpTensor packed = OpTensor::empty(*codes, {packed_words(from.count, bits)}, dtype_of(kInt32));
-    device_->pack(from, bits, packed.buffer());
+    device->pack(from, bits, packed.buffer());
     stack[0] = packed.release();
   }
 
@@ -171,9 +184,10 @@ class Ops {
   static void unpack(Value* stack, uint64_t, uint64_t) {
     Arguments arguments(stack, "tnn");
     const Borrowed packed(stack[0]);
-    if (!packed->is_contiguous()) return arguments.pass_to("fewbit::unpack_in_python");
+    const Device* const device = device_;
+    if (!device || !packed->is_contiguous()) return arguments.pass_to("fewbit::unpack_in_python");
     OpTensor codes = OpTensor::empty(*packed, {arguments.size_at(2)}, dtype_of(kUint8));
-    device_->unpack(packed->buffer(), arguments.int_at(1, "bits"), codes.buffer());
+    device->unpack(packed->buffer(), arguments.int_at(1, "bits"), codes.buffer());
     stack[0] = codes.release();
   }
 
@@ -182,14 +196,15 @@ class Ops {
     Arguments arguments(stack, "t");
     const Borrowed mask(stack[0]);
     const bool is_boolean = mask->dtype() == shim()->boolean;
-    if (!mask->is_contiguous()) return arguments.pass_to("fewbit::pack_mask_in_python");
+    const Device* const device = device_;
+    if (!device || !mask->is_contiguous()) return arguments.pass_to("fewbit::pack_mask_in_python");
     const Buffer from = mask->buffer();
     check_size(from.count);
     OpTensor packed = OpTensor::empty(*mask, {packed_words(from.count, 1)}, dtype_of(kInt32));
     if (is_boolean) {
-      device_->pack(from, 1, packed.buffer());
+      device->pack(from, 1, packed.buffer());
     } else {
-      device_->encode(*step_, from, packed.buffer(), {});
+      device->encode(*step_, from, packed.buffer(), {});
     }
     stack[0] = packed.release();
   }
@@ -203,18 +218,19 @@ class Ops {
     const Buffer codes = packed->buffer();
     // The number 1, by which the levels are multiplied, is in the host's memory.
     const bool is_float = codes.device < 0 && dtype == dtype_of(static_cast<int>(DType::float32));
-    if (!(is_boolean || is_float) || !packed->is_contiguous()) return arguments.pass_to("fewbit::unpack_mask_in_python");
+    const Device* const device = device_;
+    if (!device || !(is_boolean || is_float) || !packed->is_contiguous()) return arguments.pass_to("fewbit::unpack_mask_in_python");
     OpTensor mask = OpTensor::empty(*packed, {arguments.size_at(1)}, dtype);
     if (is_boolean) {
-      device_->unpack(codes, 1, mask.buffer());
+      device->unpack(codes, 1, mask.buffer());
     } else {
       const float one = 1;
-      device_->decode_mul(*step_, {true, reinterpret_cast<uintptr_t>(&one), 1, 0, -1}, codes, mask.buffer());
+      device->decode_mul(*step_, {true, reinterpret_cast<uintptr_t>(&one), 1, 0, -1}, codes, mask.buffer());
     }
     stack[0] = mask.release();
   }
 
-  static inline const Device* device_ = nullptr;
+  static inline std::atomic<const Device*> device_ = nullptr;
   static inline const OwnedTable* step_ = nullptr;
 };
 

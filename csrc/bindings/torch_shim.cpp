@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <iterator>
-#include <new>
 
 #include "bindings/entry.h"
 
@@ -15,6 +14,12 @@ namespace {
 
 Shim found;
 bool is_loaded = false;
+
+struct Failure {
+  bool is_refused = false;
+  std::string text;
+};
+thread_local Failure failure;
 
 template <class F>
 bool find(void* library, const char* name, F& function) {
@@ -58,6 +63,16 @@ bool load_shim(const std::string& path) {
   return is_loaded = all;
 }
 
+void set_failure(bool is_refused, const std::string& text) { failure = {is_refused, text}; }
+
+void throw_failure() {
+  const Failure kept = std::exchange(failure, {});
+  if (kept.is_refused) throw std::invalid_argument(kept.text);
+  if (!kept.text.empty()) throw std::runtime_error(kept.text);
+  check(1);
+  throw std::logic_error("expected an error of torch");
+}
+
 OpTensor OpTensor::empty(const OpTensor& like, const std::vector<int64_t>& sizes, int32_t dtype) {
   std::vector<int64_t> strides(sizes.size());
   int64_t step = 1;
@@ -67,7 +82,9 @@ OpTensor OpTensor::empty(const OpTensor& like, const std::vector<int64_t>& sizes
   check(shim()->get_device_index(like.handle_, &index));
   Handle made = nullptr;
   const auto dims = static_cast<int64_t>(sizes.size());
-  if (shim()->empty_strided(dims, sizes.data(), strides.data(), dtype, type, index, &made)) throw std::bad_alloc();
+  // Trainers recognize a lack of memory by these words of torch.
+  const char* const lack = type == shim()->cpu ? "DefaultCPUAllocator: can't allocate memory" : "CUDA out of memory.";
+  check(shim()->empty_strided(dims, sizes.data(), strides.data(), dtype, type, index, &made), lack);
   return OpTensor(made);
 }
 

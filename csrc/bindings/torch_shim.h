@@ -52,11 +52,19 @@ bool load_shim(const std::string& library);
 // The number of torch's dtype among those of buffers, or -1.
 int item_of(int32_t dtype);
 
-// Throws if a function of the interface has failed.
-inline void check(int status) {
+// Throws if a function of the interface has failed. what: the message if torch has none.
+inline void check(int status, const char* what = "a function of torch failed; torch has printed its message") {
   if (!status) return;
-  throw std::runtime_error(shim()->message ? shim()->message() : "a function of torch failed; torch has printed its message");
+  const std::string text = shim()->message ? shim()->message() : what;
+  throw std::runtime_error(text.substr(0, text.find('\n')));  // the other lines are addresses in torch's libraries
 }
+
+// Keeps the error of an op's implementation in Python for the C++ code of this thread that has called it. torch loses the message
+// before torch 2.13. is_refused: true for a ValueError.
+void set_failure(bool is_refused, const std::string& text);
+
+// Throws what `set_failure` has kept.
+[[noreturn]] void throw_failure();
 
 // A tensor, which is an argument or a result of an op.
 class OpTensor {
@@ -68,7 +76,7 @@ class OpTensor {
     if (handle_) shim()->delete_tensor(handle_);
   }
 
-  // Returns a new contiguous tensor on the device of `like`. dtype: torch's number. Throws std::bad_alloc without memory.
+  // Returns a new contiguous tensor on the device of `like`. dtype: torch's number.
   static OpTensor empty(const OpTensor& like, const std::vector<int64_t>& sizes, int32_t dtype);
 
   // The memory, as entries get it. A bool counts as a uint8; the number of a dtype that entries do not know is -1.

@@ -75,6 +75,14 @@ std::string obstacle_anywhere(int device) {
 
 }  // namespace
 
+int device_count() noexcept {
+  static const int count = [] {
+    int devices = 0;
+    return cudaGetDeviceCount(&devices) == cudaSuccess ? devices : 0;
+  }();
+  return count;
+}
+
 int runtime_version() { return CUDART_VERSION; }
 
 std::vector<int> architectures() {

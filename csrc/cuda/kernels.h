@@ -21,6 +21,9 @@
 
 namespace fewbit::cuda {
 
+// Returns the number of devices that CUDA finds when this is first called; 0 without a driver.
+int device_count() noexcept;
+
 // Returns the CUDA version that the kernels were built with, 1000 * major + 10 * minor.
 int runtime_version();
 

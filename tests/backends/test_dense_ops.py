@@ -4,7 +4,6 @@ import pytest
 import torch
 from samples import DTYPES, name_of, normal
 
-from fewbit.runtime import backends
 from fewbit.runtime.ops import dense_ops, quantizer_ops
 
 NAMES = "quantize_dense", "dequantize_dense", "pack", "unpack", "pack_mask", "unpack_mask"
@@ -69,22 +68,30 @@ def test_masks(device, dtype):
             assert back.dtype == dtype and torch.equal(back, given.reshape(-1))
 
 
-def test_the_kernels_are_called_without_python(monkeypatch):
-    """Usual arguments do not reach the implementations in Python if compiled kernels exist."""
-    kernels = backends.of(torch.empty(0))
-    if kernels.name == "reference":
-        pytest.skip("no compiled kernels")
-    assert kernels.register_ops()
+def test_kernels_are_called_without_python(backend, monkeypatch):
+    """Usual arguments reach the implementations in Python only without compiled kernels."""
+
+    class Called(Exception):
+        pass
 
     def refuse(*_, **__):
-        raise AssertionError("the implementation in Python was called")
+        raise Called("in Python")
 
+    device = backend.device
+    x, seed = normal((4, 80), device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    packed, ranges, _ = dense_ops.quantize_dense_op(x, seed, 2, 256, 1, 0)
     monkeypatch.setattr(quantizer_ops, "quantize", refuse)
     monkeypatch.setattr(quantizer_ops, "dequantize", refuse)
-    x, seed = normal((4, 80)), torch.zeros(1, dtype=torch.int64)
-    packed, ranges, _ = dense_ops.quantize_dense_op(x, seed, 2, 256, 1, 0)
-    dense_ops.dequantize_dense_op(packed, ranges, 2, 256, [4, 80], torch.float32, 1)
-    with pytest.raises(RuntimeError):
+    for run in (
+        lambda: dense_ops.quantize_dense_op(x, seed, 2, 256, 1, 0),
+        lambda: dense_ops.dequantize_dense_op(packed, ranges, 2, 256, [4, 80], torch.float32, 1),
+    ):
+        if "reference" not in backend.name:
+            run()
+            continue
+        with pytest.raises((RuntimeError, Called), match="in Python"):
+            run()
+    with pytest.raises((RuntimeError, Called), match="in Python"):
         dense_ops.quantize_dense_op(x.double(), seed, 2, 256, 1, 0)
 
 
@@ -106,6 +113,9 @@ def wrong_cases():
     yield "unpack", (packed[1:], 3, 320), "packed: expected 30 int32"
     yield "unpack", (packed, 3, -1), "negative|expected"
     yield "pack", (x.to(torch.uint8), 9), "expected 1 to 8"
+    # The C++ code leaves these to Python.
+    yield "quantize_dense", (x.double(), seed[:0], 3, 256, 0, 0), "seed: expected 1 int64"
+    yield "quantize_dense", (x.double(), seed, 3, 8192, 1, 0), "group_size with rotated copies"
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), list(wrong_cases()))
@@ -113,9 +123,17 @@ def test_wrong_arguments(name, arguments, message):
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     uses = [x._use_count() for x in tensors]
     for form in (name, f"{name}_in_python"):
-        with pytest.raises((ValueError, RuntimeError), match=message):
+        with pytest.raises((ValueError, RuntimeError), match=message) as caught:
             getattr(torch.ops.fewbit, form)(*arguments)
+        assert "\n" not in str(caught.value)
+        del caught  # its frames hold the arguments
     assert [x._use_count() for x in tensors] == uses  # an error keeps no argument alive
+
+
+def test_a_lack_of_memory_has_torchs_words():
+    """Trainers recognize a lack of memory by them."""
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator: can't allocate memory"):
+        dense_ops.unpack_op(torch.zeros(1, dtype=torch.int32), 1, 1 << 50)
 
 
 def test_views_of_copies(device):

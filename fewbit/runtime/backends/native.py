@@ -27,6 +27,7 @@ from fewbit.runtime.format import groups
 from fewbit.runtime.format.bit_sharing import gains_of
 from fewbit.runtime.format.encoding import Encoding, mask_text, packed_words
 from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
+from fewbit.text import one_line
 
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
 _torch_get_num_threads = ctypes.CDLL(torch._C.__file__).torch_get_num_threads
@@ -37,8 +38,6 @@ _kernels.use_torch(
 )
 _kernels.use_openmp_of(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 _NUMBERS = {name: number for name, (number, _) in _kernels.FUNCTIONS.items()}
-_registered = {}
-"""{class of kernels: (the table of its ops, which must live as long as torch, and True)}"""
 _NO_VECTORS = None, None, 1
 _UNUSED_BITS = 1
 """The argument `bits` of a `CopyShape` if each sample has its own bits."""
@@ -68,12 +67,12 @@ class Kernels:
         self.name = name
 
     def register_ops(self) -> bool:
-        """Let torch's dispatcher call the kernels of `dense_ops.py` without Python; return whether it does."""
-        kind = type(self._kernels)
-        if kind not in _registered and _kernels.load_shim(torch._C.__file__):
-            table = _table(Encoding.parse(mask_text(1.0)))
-            _registered[kind] = table, self._kernels.register_ops(table)
-        return kind in _registered
+        """Let torch's dispatcher run `runtime/ops/dense_ops.py` with these kernels, without Python; return whether it does."""
+        return _kernels.load_shim(torch._C.__file__) and self._kernels.register_ops(_STEP)
+
+    def unregister_ops(self) -> None:
+        """Let the ops run their implementations in Python again."""
+        self._kernels.unregister_ops()
 
     def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
         """Pack codes as bit-planes."""
@@ -368,6 +367,10 @@ def _table(encoding: Encoding):
     )
 
 
+_STEP = _table(Encoding.parse(mask_text(1.0)))
+"""The table whose code of x is x > 0. Ops in C++ refer to it, so it lives as long as the process."""
+
+
 @lru_cache(maxsize=4096)
 def _copy(shape, bits: int, group_size: int, kind: str):
     """Return (sizes and settings of a tensor's copy, words of the packed codes, rows of `ranges`), for samples of the same bits.
@@ -389,6 +392,15 @@ _words = lru_cache(maxsize=4096)(packed_words)
 
 def _ranges(rows: int, device) -> torch.Tensor:
     return torch.empty(rows, 2, dtype=torch.bfloat16, device=device)
+
+
+def keep_failure(error: Exception) -> None:
+    """Keep the error of an op's implementation in Python for the C++ code that has called it.
+
+    torch passes the message on from version 2.13 on only, and with Python's stack.
+    """
+    is_refused = isinstance(error, ValueError)
+    _kernels.set_failure(is_refused, str(error) if is_refused else one_line(error))
 
 
 def cpu(isa: str | None = None) -> Kernels:

@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from torch.library import register_fake
 
@@ -27,8 +29,24 @@ _KINDS = {number: kind for kind, number in KIND_NUMBERS.items()}
 def _define(schema, implementation):
     """Define an op, and "<name>_in_python", which the C++ code may call."""
     name, _, rest = schema.partition("(")
-    define(f"{name}_in_python({rest}", implementation)
+    define(f"{name}_in_python({rest}", _keeps_failure(implementation))
     return define(schema, implementation)
+
+
+def _keeps_failure(implementation):
+    """Return a function that does the same, and keeps its errors for the C++ code that has called it."""
+
+    def run(*arguments, **keywords):
+        try:
+            return implementation(*arguments, **keywords)
+        except Exception as error:
+            with suppress(ImportError):  # without compiled kernels there is no C++ code
+                from fewbit.runtime.backends import native
+
+                native.keep_failure(error)
+            raise
+
+    return run
 
 
 def _quantize(x, seed, bits, group_size, kind, channels):

@@ -2,14 +2,20 @@
 
 The libraries need a GPU, so stand-ins have their names, arguments and saved tensors. A stand-in computes a step after the other,
 and its backward pass differentiates these steps at the saved tensors.
+
+One Function of flash-linear-attention also runs as it is, in Triton's interpreter, if the packages flash-linear-attention and triton
+are installed. The interpreter cannot run the library's other kernels: they call methods of the counters of loops, which are Python's
+integers there (triton 3.8, flash-linear-attention 0.6). mamba_ssm and causal_conv1d are written in CUDA.
 """
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
 from composed import Composed
 from expectation import drawn, signed_z
+from fresh_process import run
 from layers import relative
 from samples import normal
 from torch import nn
@@ -120,11 +126,85 @@ KNOWN = {
 An input is a function of a parameter, and its shape."""
 
 
-def model(name, count=None, activation=False):
-    compute, inputs, places, usual, linear = KNOWN[name]
-    if activation:
-        compute = lambda x, weight: convolution(x, weight, True)  # noqa: E731
-    function = stand_in(name, compute, places, count or usual, activation=activation)
+INNER = f"{MAMBA}.selective_scan_interface.MambaInnerFn"
+RANK, WIDTH = 6, 32
+INNER_INPUTS = [  # the input, the weights of the convolution, of B and C, of step sizes and of the last layer, and the rates
+    (torch.clone, (B, 2 * DIM, T)), (torch.clone, (DIM, 4)), (lambda x: 0.2 * x, (RANK + 2 * STATES, DIM)),
+    (lambda x: 0.2 * x, (DIM, RANK)), (torch.clone, (WIDTH, DIM)), (lambda x: -x.abs(), (DIM, STATES)),
+]  # fmt: skip
+
+
+def mamba_inner(count):
+    """Return a stand-in for a version of MambaInnerFn, which computes the convolution and step sizes again in the backward pass."""
+    norms, rest = {16: (0, 0), 18: (0, 2), 19: (3, 0)}.get(count, (0, count - 16))
+
+    def forward(ctx, xz, w, in_weight, delta_weight, out_weight, a):
+        x, z = xz.chunk(2, 1)
+        u = convolution(x, w, True)
+        low = in_weight @ u
+        delta = F.softplus(delta_weight @ low[:, :RANK])
+        b, c = (each.contiguous() for each in low[:, RANK:].chunk(2, 1))
+        y = selective_scan(u, delta, a, b, c)
+        weights = in_weight, delta_weight, out_weight
+        ctx.save_for_backward(
+            xz,
+            w,
+            None,
+            low,
+            *weights,
+            None,
+            None,
+            a,
+            b,
+            c,
+            *[None] * (3 + norms),
+            y,
+            *[None] * rest,
+        )
+        return (out_weight @ (y * F.silu(z))).transpose(1, 2)
+
+    def backward(ctx, grad):
+        xz, w, _, low, in_weight, delta_weight, out_weight, _, _, a, b, c = ctx.saved_tensors[:12]
+        y, (x, z) = ctx.saved_tensors[15 + norms], xz.chunk(2, 1)
+        grad = grad.transpose(1, 2)
+        of_result = out_weight.t() @ grad
+        leaves = [each.detach().requires_grad_() for each in (x, w, z, low, delta_weight, a, b, c)]
+        with torch.enable_grad():
+            x, w, z, low, delta_weight, a, b, c = leaves
+            u = convolution(x, w, True)
+            again = u.detach().requires_grad_()
+            delta = F.softplus(delta_weight @ low[:, :RANK])
+            scanned, gated = selective_scan(again, delta, a, b, c), y * F.silu(z)
+        (of_z,) = torch.autograd.grad(gated, z, of_result)
+        wanted = [again, low, delta_weight, a, b, c]
+        of_scan = of_result * F.silu(z).detach()
+        of_u, of_low, of_delta, of_a, *of_matrices = torch.autograd.grad(scanned, wanted, of_scan)
+        rows = torch.cat([of_low[:, :RANK], *of_matrices], 1)
+        of_x, of_w = torch.autograd.grad(u, [x, w], of_u + in_weight.t() @ rows)
+        of_in = torch.einsum("nrt,ndt->rd", rows, again.detach())
+        of_out = torch.einsum("net,ndt->ed", grad, gated.detach())
+        return torch.cat([of_x, of_z], 1), of_w, of_in, of_delta, of_out, of_a
+
+    module, _, short = INNER.rpartition(".")
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(short, (Function,), {**methods, "__module__": module, "__qualname__": short})
+
+
+class Inner:
+    """Mamba's layer without an autograd Function of its own."""
+
+    @staticmethod
+    def apply(xz, w, in_weight, delta_weight, out_weight, a):
+        """Return the result of the layer, with torch's own gradients."""
+        x, z = xz.chunk(2, 1)
+        u = convolution(x, w, True)
+        low = in_weight @ u
+        delta, (b, c) = F.softplus(delta_weight @ low[:, :RANK]), low[:, RANK:].chunk(2, 1)
+        return (out_weight @ (selective_scan(u, delta, a, b, c) * F.silu(z))).transpose(1, 2)
+
+
+def of_function(function, inputs):
+    """Return a network that applies an autograd Function to functions of its parameters."""
 
     def forward(own, x):
         made = [
@@ -137,7 +217,15 @@ def model(name, count=None, activation=False):
         f"p{number}": nn.Parameter(normal(shape, seed=number, scale=1.0))
         for number, (_, shape) in enumerate(inputs)
     }
-    return Composed(forward, **parameters), linear
+    return Composed(forward, **parameters)
+
+
+def model(name, count=None, activation=False):
+    compute, inputs, places, usual, linear = KNOWN[name]
+    if activation:
+        compute = lambda x, weight: convolution(x, weight, True)  # noqa: E731
+    function = stand_in(name, compute, places, count or usual, activation=activation)
+    return of_function(function, inputs), linear
 
 
 def gradients(net):
@@ -196,11 +284,79 @@ def test_positions_that_the_user_names_come_first():
     assert packed(compressed(net, 8)) - packed(few) >= 2 * codes(name) // 3
 
 
+@pytest.mark.parametrize(("count", "sizes"), [(16, 3), (18, 3), (19, 1), (17, 0)])
+def test_what_mambas_layer_saves(count, sizes):
+    """With norms of B and C, only the scan's result is quantized; in a version that is not known, nothing."""
+    net = of_function(mamba_inner(count), INNER_INPUTS)
+    exact = of_function(Inner, INNER_INPUTS)
+    for ours, theirs in zip(gradients(net), gradients(exact), strict=True):
+        assert relative(ours, theirs) < 1e-5
+    few = compressed(net, 8)
+    found = gradients(few)
+    for ours, theirs in zip(found, gradients(net), strict=True):
+        assert relative(ours, theirs) < 0.03
+    numbers = B * T * (DIM * (sizes > 0) + 2 * STATES * (sizes > 1))
+    others = packed(compressed(of_function(mamba_inner(30), INNER_INPUTS), 8))
+    assert packed(few) - others >= numbers
+    assert (packed(few) == others) == (sizes == 0)
+
+
+FLASH = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+import triton
+from triton.backends.compiler import GPUTarget
+
+
+class Driver:
+    get_current_target = staticmethod(lambda: GPUTarget("cpu", 0, 32))
+    get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+    get_benchmarker = staticmethod(lambda: lambda call, quantiles, **_: [1.0] * len(quantiles))
+
+
+triton.runtime.driver.set_active(Driver())  # there is none for the CPU, and autotuners ask for one
+import torch
+from fla.ops.simple_gla import fused_recurrent_simple_gla
+import fewbit
+
+torch.manual_seed(0)
+inputs = [torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3)]
+gates = torch.randn(1, 40, 2, requires_grad=True)
+
+
+class Net(torch.nn.Module):
+    def forward(self, q, k, v, gates):
+        y, _ = fused_recurrent_simple_gla(q * 1, k * 1, v * 1, torch.nn.functional.logsigmoid(gates))
+        return y.square().sum()
+
+
+def gradients(net):
+    return torch.autograd.grad(net(*inputs, gates), [*inputs, gates])
+
+
+net = Net()
+exact, usual = gradients(net), fewbit.saved_bytes(net, *inputs, gates)
+fewbit.compress_(net, 8, layers={"everything": True, "functional": False}, verbose=False)
+few, less = gradients(net), fewbit.saved_bytes(net, *inputs, gates)
+assert all(0 < (a - b).norm() / b.norm() < 0.03 for a, b in zip(few, exact)), (few, exact)
+packed = sum(entry.bytes for entry in less.entries if entry.kind == "packed")
+assert packed >= 3 * 40 * 2 * 16, less
+print("fine")
+"""
+
+
+@pytest.mark.processes
+def test_flash_linear_attention_in_tritons_interpreter():
+    if not (find_spec("fla") and find_spec("triton")):
+        pytest.skip("flash-linear-attention and triton are not installed")
+    assert run(FLASH).split()[-1] == "fine"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", [*KNOWN, INNER])
 def test_the_mean_of_gradients_is_exact(name):
     """Copies are uniform here, because those of rotated copies have a small bias of their own."""
-    net, _ = model(name)
+    net = of_function(mamba_inner(18), INNER_INPUTS) if name == INNER else model(name)[0]
     exact = gradients(net)
     few = copy.deepcopy(net)
     layers = {"everything": True, "functional": False, "quantizer": "uniform"}

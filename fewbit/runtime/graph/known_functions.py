@@ -2,6 +2,10 @@
 
 Gradients are linear in each of these inputs if the others are exact. Gates, step sizes and, for delta rules, keys stay
 exact.
+
+Functions of whole layers of mamba_ssm run parts of the layer again in the backward pass. Mamba's saves the layer's input,
+which enters a SiLU, and tensors of the scan, in which gradients are linear. Mamba2's, `MambaSplitConv1dScanCombinedFn`,
+saves the layer's input and the input of a norm, which stay exact.
 """
 
 from __future__ import annotations
@@ -33,6 +37,12 @@ _KNOWN = {
         _Known(9, (0, 3, 4)),
         _Known(10, (0, 3, 4, 9)),
         _Known(11, (0, 3, 4, 9)),
+    ],
+    # The scan's input, B, C and its result. The version with norms of B and C saves both before the norms, so they stay exact.
+    "mamba_ssm.ops.selective_scan_interface.MambaInnerFn": [
+        _Known(16, (7, 10, 11, 15)),
+        _Known(18, (7, 10, 11, 15)),
+        _Known(19, (7, 18)),
     ],
     # The result before the gate, x, B and C.
     "mamba_ssm.ops.triton.ssd_combined.MambaChunkScanCombinedFn": [_Known(12, (0, 1, 5, 6))],

@@ -1,4 +1,4 @@
-"""setuptools' build backend. On a machine with an NVIDIA GPU but without nvcc, it also asks pip for nvcc.
+"""setuptools' build backend. For a machine with an NVIDIA GPU it also asks pip for nvcc, if there is none.
 
 NVIDIA publishes nvcc as packages of the index, which pip installs into the environment of the build only. The kernels that they
 compile need a driver for CUDA 13, so machines with an older driver do not get them.
@@ -48,7 +48,7 @@ def needed_nvcc():
     has_packages = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
     if is_unwanted or not has_packages or installed_nvcc():
         return []
-    if mode == "1":
+    if mode == "1" or os.environ.get("FEWBIT_CUDA_ARCHITECTURES"):  # the GPUs may be elsewhere
         return NVCC
     has_compiler = any(
         shutil.which(name) for name in (*shlex.split(os.environ.get("CXX", "")), "c++", "g++")

@@ -6,8 +6,8 @@ Environment variables:
 FEWBIT_KERNELS             auto (default): build them if there is a C++ compiler; 1: fail if there is none;
                            0: do not build them, which leaves the slower reference backend
 FEWBIT_CUDA                auto (default): build CUDA kernels if nvcc is found (PATH, CUDA_HOME), for this machine's
-                           GPUs; without a GPU only PTX for the oldest supported architecture. If there is a GPU and no nvcc,
-                           pip gets nvcc for the build (build_backend.py);
+                           GPUs; without a GPU only PTX for the oldest supported architecture. If there is no nvcc, and there
+                           is a GPU or FEWBIT_CUDA_ARCHITECTURES is set, pip gets nvcc for the build (build_backend.py);
                            1: build for all architectures in CUDA_ARCHITECTURES, fail if there is no nvcc;
                            0: build no CUDA kernels
 FEWBIT_CUDA_ARCHITECTURES  compute capabilities to build for, such as "80 90", or "all" in CUDA_ARCHITECTURES, in place of

@@ -7,7 +7,6 @@ import os
 import platform
 import shlex
 import shutil
-import sys
 import warnings
 from dataclasses import dataclass
 
@@ -82,7 +81,8 @@ def _parts():
         yield "torch", one_line(error), f"install a version of torch that works: {_WITHOUT}"
         return
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    is_missing = _gpus() and not torch.version.cuda
+    gpus, driver = _driver()
+    is_missing = gpus and not torch.version.cuda
     yield (
         "torch",
         f"{torch.__version__}, {built}",
@@ -91,19 +91,34 @@ def _parts():
         else "",
     )
     yield "CPU kernels", *_kernels(torch.device("cpu"))
+    if gpus:
+        yield "NVIDIA driver", f"for CUDA {driver // 1000}.{driver % 1000 // 10}", ""
     for number in range(torch.cuda.device_count()):
         yield f"GPU {number}", *_gpu(torch.device("cuda", number))
+    yield "compilers", _compilers(has_gpu=gpus > 0), ""
     yield "fewbit.compile", *_compiles()
 
 
-def _gpus() -> int:
-    """Return the number of GPUs that NVIDIA's driver finds."""
-    count = ctypes.c_int()
+def _driver() -> tuple[int, int]:
+    """Return the number of GPUs that NVIDIA's driver finds, and the newest version of CUDA that it supports, such as 13000."""
+    count, version = ctypes.c_int(), ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return 0
-    return 0 if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value
+        return 0, 0
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0, 0
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    return count.value, version.value
+
+
+def _compilers(has_gpu: bool) -> str:
+    """Return which compilers of fewbit's kernels and of torch.compile are there."""
+    command = shlex.split(os.environ.get("CXX") or "c++")[-1]
+    found = command if _has_compiler("c++") else "no C++ compiler"
+    if not has_gpu:
+        return found
+    return f"{found}, {'nvcc' if shutil.which('nvcc') else 'no nvcc (pip gets it for a build)'}"
 
 
 def _gpu(device) -> tuple[str, str]:
@@ -113,6 +128,7 @@ def _gpu(device) -> tuple[str, str]:
     try:
         major, minor = torch.cuda.get_device_capability(device)
         found, advice = _kernels(device)
+        found = "compiled kernels" if found == "cuda" else found
         return f"{torch.cuda.get_device_name(device)} ({major}.{minor}): {found}", advice
     except RuntimeError as error:  # the driver is too old for torch
         return (
@@ -140,13 +156,23 @@ def _remedy(device) -> str:
     import torch
 
     again = "install fewbit again"
+    if device.type == "cuda" and torch._C._cuda_getDriverVersion() < OLDEST_DRIVER:
+        update = "update NVIDIA's driver to 580 or newer, for CUDA 13"
+        return update if _has_cuda_kernels() else f"{update}, and {again}"
+    if not _has_compiler("c++"):
+        return f"install a C++ compiler, such as g++, and {again}"
     if device.type == "cpu":
-        if not _has_compiler("c++"):
-            return f"install a C++ compiler, such as g++, and {again}"
         return f"{again}; the output of `pip install -v` says why no kernels were compiled"
-    if sys.platform == "linux" and torch._C._cuda_getDriverVersion() < OLDEST_DRIVER:
-        return f"update NVIDIA's driver to 580 or newer, for CUDA 13, and {again}"
     return f"{again} on this machine, with `pip install --no-cache-dir`: the build gets NVIDIA's compiler by itself"
+
+
+def _has_cuda_kernels() -> bool:
+    """Return whether fewbit was built with kernels for some GPUs."""
+    try:
+        from fewbit import _kernels
+    except ImportError:
+        return False
+    return _kernels.cuda is not None
 
 
 def _has_compiler(usual: str) -> bool:

@@ -36,7 +36,7 @@ def test_the_command():
 def gpu(monkeypatch, reason, driver=13000, build="13.0"):
     """Let torch have a GPU whose kernels are unusable for a reason, or usable if it is ""."""
     monkeypatch.setattr(torch.version, "cuda", build)
-    monkeypatch.setattr(doctor, "_gpus", lambda: 1)
+    monkeypatch.setattr(doctor, "_driver", lambda: (1, driver))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: build is not None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(build is not None))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
@@ -52,7 +52,7 @@ def gpu(monkeypatch, reason, driver=13000, build="13.0"):
 @pytest.mark.parametrize(
     ("reason", "driver", "found", "advice"),
     [
-        ("", 13000, "NVIDIA H100 (9.0): cuda", ""),
+        ("", 13000, "NVIDIA H100 (9.0): compiled kernels", ""),
         ("fewbit was built without CUDA", 13000, "no kernels (fewbit was built without CUDA)", "install fewbit again on this"),
         ("fewbit was built without CUDA", 12080, "in plain torch", "update NVIDIA's driver to 580 or newer"),
     ],
@@ -62,6 +62,21 @@ def test_a_gpu(monkeypatch, reason, driver, found, advice):
     shown = parts()["GPU 0"]
     assert found in shown[0]
     assert shown[1].startswith(advice) and bool(shown[1]) == bool(advice)
+
+
+def test_the_driver_and_the_compilers(monkeypatch):
+    gpu(monkeypatch, "", 12080)
+    monkeypatch.setenv("CXX", "ccache g++")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None if name == "nvcc" else name)
+    found = parts()
+    assert found["NVIDIA driver"] == ("for CUDA 12.8", "")
+    assert found["compilers"] == ("g++, no nvcc (pip gets it for a build)", "")
+
+
+def test_kernels_that_wait_for_a_driver_need_no_new_installation(monkeypatch):
+    gpu(monkeypatch, "the driver supports CUDA 12.8, these kernels need 13.0", 12080)
+    monkeypatch.setattr(doctor, "_has_cuda_kernels", lambda: True)
+    assert parts()["GPU 0"][1] == "update NVIDIA's driver to 580 or newer, for CUDA 13"
 
 
 def test_a_gpu_that_torch_was_not_built_for(monkeypatch):

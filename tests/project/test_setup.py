@@ -221,6 +221,7 @@ H100 = (9, 0)
         (Driver(H100), {}, (), False),  # no C++ compiler
         (OSError("no libcuda.so.1"), {}, ("bin/g++",), False),
         (OSError("no libcuda.so.1"), {"FEWBIT_CUDA": "1"}, (), True),
+        (OSError("no libcuda.so.1"), {"FEWBIT_CUDA_ARCHITECTURES": "90"}, ("bin/g++",), True),
         (Driver(H100), {"FEWBIT_CUDA": "0"}, (), False),
         (Driver(H100), {"FEWBIT_KERNELS": "0"}, (), False),
         (Driver(H100), {}, ("bin/nvcc", "bin/g++"), False),
@@ -236,7 +237,7 @@ def test_when_a_build_asks_for_nvcc(
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    for name in ("FEWBIT_CUDA", "FEWBIT_KERNELS", "CXX"):
+    for name in ("FEWBIT_CUDA", "FEWBIT_CUDA_ARCHITECTURES", "FEWBIT_KERNELS", "CXX"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.compiler.compiling import _aot_eager
+from fewbit.models.efficientnet import MBConv, _unit
+from fewbit.models.resnet import BasicBlock
 
 WIDTH, HEADS, BATCH, LENGTH, VOCABULARY = 128, 4, 16, 64, 256
 STEPS = 32
@@ -138,6 +140,51 @@ def _of_blocks(block, length=LENGTH, count=2) -> Network:
         return cross_entropy(model(ids).flatten(0, 1), targets.flatten())
 
     return Network(build, batch, loss)
+
+
+def of_blocks(count: int) -> Network:
+    """Return a GPT-2 of some blocks."""
+    return _of_blocks(Block, count=count)
+
+
+def inverted_bottleneck(channels=32, width=192):
+    """Return a block of MobileNetV2."""
+    relu6 = nn.ReLU6
+    return Residual(
+        _unit(channels, width, 1, activation=relu6),
+        _unit(width, width, 3, groups=width, activation=relu6),
+        _unit(width, channels, 1),
+    )
+
+
+class Residual(nn.Sequential):
+    """Layers with a shortcut around them."""
+
+    def forward(self, x):
+        """Return x + the layers' result."""
+        return x + super().forward(x)
+
+
+def convolutional() -> dict:
+    """Return {name: (function that builds blocks of the network, shape of their input)}."""
+
+    def efficient():
+        return MBConv(40, 40, 6, 5, 1, 0.0, nn.SiLU, {})
+
+    return {
+        "ResNet, 2 blocks": (
+            lambda: nn.Sequential(*(BasicBlock(64, 64, 1, nn.ReLU) for _ in range(2))),
+            (8, 64, 32, 32),
+        ),
+        "MobileNetV2, 2 blocks": (
+            lambda: nn.Sequential(*(inverted_bottleneck() for _ in range(2))),
+            (16, 32, 28, 28),
+        ),
+        "EfficientNet, 2 blocks": (
+            lambda: nn.Sequential(*(efficient() for _ in range(2))),
+            (16, 40, 28, 28),
+        ),
+    }
 
 
 def networks() -> dict[str, Network]:

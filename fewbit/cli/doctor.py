@@ -93,6 +93,12 @@ def _parts():
     yield "CPU kernels", *_kernels(torch.device("cpu"))
     if gpus:
         yield "NVIDIA driver", f"for CUDA {driver // 1000}.{driver % 1000 // 10}", ""
+    if gpus and torch.version.cuda and not torch.cuda.device_count():
+        yield (
+            "GPU",
+            f"torch finds none, the driver {gpus}",
+            f"CUDA_VISIBLE_DEVICES may hide them, or the driver is too old for CUDA {torch.version.cuda}",
+        )
     for number in range(torch.cuda.device_count()):
         yield f"GPU {number}", *_gpu(torch.device("cuda", number))
     yield "compilers", _compilers(has_gpu=gpus > 0), ""

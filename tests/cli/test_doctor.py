@@ -79,6 +79,14 @@ def test_kernels_that_wait_for_a_driver_need_no_new_installation(monkeypatch):
     assert parts()["GPU 0"][1] == "update NVIDIA's driver to 580 or newer, for CUDA 13"
 
 
+def test_a_gpu_that_torch_does_not_find(monkeypatch):
+    gpu(monkeypatch, "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    found, advice = parts()["GPU"]
+    assert found == "torch finds none, the driver 1"
+    assert advice == "CUDA_VISIBLE_DEVICES may hide them, or the driver is too old for CUDA 13.0"
+
+
 def test_a_gpu_that_torch_was_not_built_for(monkeypatch):
     gpu(monkeypatch, "", build=None)
     found = parts()

@@ -30,6 +30,8 @@ from fewbit.config import LayerSettings as LayerSettings
 from fewbit.config import Level as Level
 from fewbit.config import PreActivationBits as PreActivationBits
 from fewbit.config import SampleBits as SampleBits
+from fewbit.convert.chunked_loss import chunk_loss_ as chunk_loss_
+from fewbit.convert.chunked_loss import unchunk_loss_ as unchunk_loss_
 from fewbit.convert.swap import restore_ as restore_
 from fewbit.errors import BoundWarning as BoundWarning
 from fewbit.errors import CompileWarning as CompileWarning
@@ -41,8 +43,6 @@ from fewbit.errors import OutputExistsError as OutputExistsError
 from fewbit.errors import SolveError as SolveError
 from fewbit.errors import TableError as TableError
 from fewbit.errors import WeightError as WeightError
-from fewbit.fitting.fit import fit_ as fit_
-from fewbit.fitting.result import FastestFit as FastestFit
 from fewbit.nn import CELU as CELU
 from fewbit.nn import ELU as ELU
 from fewbit.nn import GELU as GELU
@@ -73,8 +73,10 @@ from fewbit.nn import Tanh as Tanh
 from fewbit.nn import Tanhshrink as Tanhshrink
 from fewbit.nn import Threshold as Threshold
 from fewbit.planning.candidates import Candidate as Candidate
-from fewbit.planning.fit import Fit as Fit
+from fewbit.planning.fastest_fit import FastestFit as FastestFit
+from fewbit.planning.fit import fit_ as fit_
 from fewbit.planning.fits import fits as fits
+from fewbit.planning.fits_result import Fit as Fit
 from fewbit.planning.plan import TrainingPlan as TrainingPlan
 from fewbit.planning.plan import plan as plan
 from fewbit.solver.solve import solve as solve

@@ -34,6 +34,7 @@ from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.format.channels import channels_of, usual_features
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
 from fewbit.runtime.interop.checkpoint import outside_dispatch_modes
+from fewbit.runtime.interop.own_forward import OwnForward
 from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.ops import library
 from fewbit.runtime.quantizers import copies
@@ -216,9 +217,7 @@ def uncheckpoint_(model: nn.Module) -> None:
     for module in model.modules():
         forward = vars(module).get("forward")
         if isinstance(forward, _RegionForward):
-            del module.forward
-            if forward.earlier is not None:
-                module.forward = forward.earlier
+            forward.remove()
         if getattr(vars(module).get(CHECKPOINTING[1]), "func", None) is checkpoint:
             delattr(module, CHECKPOINTING[1])
             # Many models have the attribute from their __init__, and read it in each forward pass.
@@ -262,27 +261,22 @@ def _make_region(module: nn.Module, function: Callable) -> None:
         setattr(module, CHECKPOINTING[0], True)
         setattr(module, CHECKPOINTING[1], function)
         return
-    earlier = vars(module).get("forward")
-    if isinstance(earlier, _RegionForward):
-        earlier = earlier.earlier
-    module.forward = _RegionForward(module, function, earlier)
+    _RegionForward(module, function).put()
 
 
-class _RegionForward:
+class _RegionForward(OwnForward):
     """The forward of a module that is a region. As in newer versions of transformers, hooks stay outside of the region.
 
     Attributes:
-        module: the module.
         function: a form of `checkpoint`.
-        earlier: the forward that the module had as an attribute before, or None.
     """
 
-    def __init__(self, module: nn.Module, function: Callable, earlier: Callable | None):
-        self.module, self.function, self.earlier = module, function, earlier
+    def __init__(self, module: nn.Module, function: Callable):
+        super().__init__(module)
+        self.function = function
 
     def __call__(self, *args, **kwargs):
-        # The class may have changed since, by compress_ for example.
-        forward = self.earlier or partial(type(self.module).forward, self.module)
+        forward = self.original
         if not (self.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         count, names = len(args), tuple(kwargs)

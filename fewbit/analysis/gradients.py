@@ -123,6 +123,13 @@ def difference(a, b) -> list[torch.Tensor]:
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
+def squared(gradient) -> float:
+    """Return the squared norm of a gradient, computed in float64."""
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in gradient]
+    device = norms[0].device  # a single transfer, also for a model on several devices
+    return float(torch.stack([norm.to(device) for norm in norms]).square().sum())
+
+
 def sampling(exact: Measured, parts) -> np.ndarray:
     """Return half the squared norm of the difference between the gradients of pairs of minibatches, (pairs, P) float64.
 

@@ -142,8 +142,8 @@ def _fit(
         raise FewbitError(f"{option}: expected one MODEL, got {len(names)}")
     import torch
 
-    from fewbit.fitting.fit import fit_
     from fewbit.models.workload import workload
+    from fewbit.planning.fit import fit_
     from fewbit.planning.fits import EXACT, fits
 
     classes = {

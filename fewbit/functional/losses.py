@@ -64,6 +64,9 @@ def cross_entropy(
     Raises:
         InputError: `bits` or `group_size` is invalid.
     """
+    if getattr(type(input), "is_chunked", False):
+        options = weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        return torch_functional.cross_entropy(input, target, *options)
     quantizer = quantizer_of(bits, group_size, quantizer)
     if size_average is not None or reduce is not None:
         reduction = torch_functional._Reduction.legacy_get_string(size_average, reduce)
@@ -92,6 +95,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     chunk_size: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute cross_entropy(linear(input, linear_weight, linear_bias), target) in chunks of the input's rows.
 
@@ -109,6 +113,7 @@ def linear_cross_entropy(
         ignore_index: the target that does not count.
         label_smoothing: as in torch's cross_entropy, 0 to 1.
         chunk_size: the number of rows in a chunk; None for as many rows as have 2**23 logits.
+        logits_dtype: the dtype to which logits are converted before the loss; None for that of the linear layer's result.
 
     Returns:
         The loss: a scalar, or for the reduction "none" a tensor of the target's shape.
@@ -123,7 +128,8 @@ def linear_cross_entropy(
     rows, index = input.reshape(-1, input.shape[-1]), target.reshape(-1)
     options = {"ignore_index": ignore_index, "reduction": reduction}
     tensors = {"linear_bias": linear_bias, "weight": weight}
-    if _torch_supports(rows, index, weight, label_smoothing):
+    is_converted = logits_dtype not in (None, rows.dtype)
+    if not is_converted and _torch_supports(rows, index, weight, label_smoothing):
         chunks = torch.nn.LinearCrossEntropyOptions(
             batch_chunk_size=chunk_size, chunking_method=None
         )
@@ -131,7 +137,7 @@ def linear_cross_entropy(
             rows, linear_weight, index, **tensors, **options, options=chunks
         )
     else:
-        options["label_smoothing"] = label_smoothing
+        options |= {"label_smoothing": label_smoothing, "dtype": logits_dtype}
         loss = _in_regions(rows, linear_weight, index, chunk_size, **tensors, **options)
     return loss.view(target.shape) if reduction == "none" else loss
 
@@ -169,11 +175,14 @@ def _torch_supports(rows, index, weight, label_smoothing) -> bool:
     return rows.numel() > 0 and index.dtype == torch.int64 and rows.dtype != torch.float64
 
 
-def _in_regions(rows, linear_weight, index, size, *, linear_bias, weight, reduction, **options):
+def _in_regions(
+    rows, linear_weight, index, size, *, linear_bias, weight, reduction, dtype, **options
+):
     each = "none" if reduction == "none" else "sum"
 
     def loss(rows, index):
         logits = torch_functional.linear(rows, linear_weight, linear_bias)
+        logits = logits if dtype is None else logits.to(dtype)
         return torch_functional.cross_entropy(logits, index, weight, reduction=each, **options)
 
     chunks = zip(rows.split(size), index.split(size), strict=True)

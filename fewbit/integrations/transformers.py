@@ -21,7 +21,7 @@ from fewbit.compress.controller import Controller
 from fewbit.config import as_config, plain_arguments
 from fewbit.convert.swap import is_converted
 from fewbit.errors import InputError
-from fewbit.fitting.fit import fit_
+from fewbit.planning.fit import fit_
 from fewbit.runtime.saved.bit_policy import SAMPLES
 from fewbit.runtime.saved.context import contexts_of
 from fewbit.sizes import counted

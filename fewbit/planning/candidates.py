@@ -1,4 +1,4 @@
-"""Candidates: the settings of `compress_` that `fewbit.plan` measures, and the default choice of them."""
+"""Candidates: the settings that `fewbit.plan`, `fewbit.fits` and `fewbit.fit_` measure and apply, and the defaults of `plan`."""
 
 from __future__ import annotations
 
@@ -29,22 +29,46 @@ from fewbit.config import (
     as_config,
 )
 from fewbit.convert import kinds
+from fewbit.convert.chunked_loss import chunk_loss_
 from fewbit.convert.swap import restore_
-from fewbit.errors import InputError
+from fewbit.errors import FewbitError, InputError
 from fewbit.nn.preactivation import NORMS
 from fewbit.render.formats import amount
 from fewbit.sizes import counted
 from fewbit.text import shorten
 
-METHODS = ("compress_", "replace_activations_", "checkpoint_", "cross_entropy", "compile")
+EXACT, CHECKPOINT = "exact", "checkpoint"
+METHODS = (
+    "compress_", "replace_activations_", "checkpoint_", "cross_entropy", "compile", EXACT
+)  # fmt: skip
 """The functions of fewbit with which a candidate may be applied. The first is the usual one."""
 _UNSHOWN = {"sample", "verbose"}
 """Options that do not distinguish candidates. A file does not contain them."""
 
 
+class Regions(NamedTuple):
+    """The arguments of a call of `fewbit.checkpoint_`.
+
+    Attributes:
+        bits: the bits of the regions' inputs; None if these are exact.
+        include: the paths of the regions; None for those of a model of transformers.
+        offload: whether the inputs are on the host until the backward pass.
+    """
+
+    bits: int | None = None
+    include: tuple[str, ...] | None = None
+    offload: bool = False
+
+    @property
+    def call(self) -> str:
+        """The call in Python, for a model named `model`."""
+        where = "" if self.include is None else f", include={list(self.include)}"
+        return f"fewbit.checkpoint_(model, {self.bits}{where}{', offload=True' * self.offload})"
+
+
 @dataclass(frozen=True)
 class Candidate:
-    """One setting that `fewbit.plan` measures: one point in its picture.
+    """One setting of a model: a row of `fewbit.fits`, a point of `fewbit.plan`, or what `fewbit.fit_` has chosen.
 
     Attributes:
         policy: the name of the curve to which the point belongs.
@@ -61,6 +85,9 @@ class Candidate:
             - "cross_entropy": `compress_`, and in the loss function `fewbit.functional.cross_entropy` with the same
               bits in place of torch's.
             - "compile": `fewbit.compile` in place of `compress_`.
+            - "exact": nothing is compressed. `bits` has no effect.
+        checkpoints: the calls of `fewbit.checkpoint_` that come first.
+        head: the path of the layer for which `fewbit.chunk_loss_` is called before, or None.
 
     Raises:
         InputError: `policy` is not a text, `options` is not a mapping, `method` is unknown, or `bits` cannot be used.
@@ -70,6 +97,8 @@ class Candidate:
     bits: BitConfig | float | None = None
     options: Mapping[str, object] = field(default_factory=dict)
     method: str = METHODS[0]
+    checkpoints: tuple[Regions, ...] = ()
+    head: str | None = None
 
     def __post_init__(self):
         if not isinstance(self.policy, str) or not isinstance(self.options, Mapping):
@@ -93,6 +122,8 @@ class Candidate:
     @property
     def label(self) -> str:
         """A text that distinguishes the candidate from others with the same `policy`, such as `2 bits` or `e2=0.01`."""
+        if self.method == EXACT:
+            return CHECKPOINT if self.checkpoints else EXACT
         values = {field.name: getattr(self.bits, field.name) for field in fields(self.bits)}
         usual = {field.name: field.default for field in fields(self.bits)}
         first = next(iter(values), None)
@@ -117,24 +148,39 @@ class Candidate:
         return ", ".join(shown)
 
     @property
+    def regions(self) -> tuple[Regions, ...]:
+        """The calls of `fewbit.checkpoint_`, also that of the method "checkpoint_"."""
+        of_method = (Regions(self.bits.bits),) if self.method == "checkpoint_" else ()
+        return self.checkpoints + of_method
+
+    @property
     def call(self) -> str:
         """Python code that applies the candidate to a model named `model`, and assigns a compiled model to `model`."""
-        shown = {name: repr(self.options[name]) for name in self.options if name not in _UNSHOWN}
+        return "; ".join(self.calls)
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The calls of `call`, one by one."""
+        first = () if self.head is None else (f"fewbit.chunk_loss_(model, {self.head!r})",)
+        first += tuple(each.call for each in self.regions)
+        if self.method == EXACT:
+            return first
+        shown = {
+            name: _code(name, self.options[name]) for name in self.options if name not in _UNSHOWN
+        }
         if isinstance(self.bits, Budget) or "sample" in self.options:
             shown["sample"] = "sample"
         options = "".join(f", {name}={value}" for name, value in shown.items())
         if self.method == "replace_activations_":
-            return f"fewbit.replace_activations_(model, {self.bits.initial_bits}{options})"
+            return *first, f"fewbit.replace_activations_(model, {self.bits.initial_bits}{options})"
         arguments = f"(model, {self.bits!r}{options})"
         if self.method == "compile":
-            return f"model = fewbit.compile{arguments}"
+            return *first, f"model = fewbit.compile{arguments}"
         call = f"fewbit.compress_{arguments}"
-        if self.method == "checkpoint_":
-            return f"fewbit.checkpoint_(model, {self.bits.bits}); {call}"
         if self.method == "cross_entropy":
             loss = f"fewbit.functional.cross_entropy(..., bits={self.bits.bits})"
-            return f"{call}  # and in the loss function: {loss}"
-        return call
+            call += f"  # and in the loss function: {loss}"
+        return *first, call
 
     def apply(self, model: nn.Module) -> Controller | None:
         """Undo an earlier conversion of the model, if any, and convert the model in place.
@@ -147,20 +193,24 @@ class Candidate:
             model: the model, which changes in place.
 
         Returns:
-            The controller; None with the methods "replace_activations_" and "compile", which have none.
+            The controller; None with the methods "exact", "replace_activations_" and "compile", which have none.
         """
         undo_compile(model)
-        if self.method == "compile":
+        if self.head is not None:
+            chunk_loss_(model, self.head)
+        for bits, include, offload in self.regions:
+            checkpoint_(model, bits, include=include, offload=offload)
+        if self.method not in ("compress_", "checkpoint_", "cross_entropy"):
             restore_(model)
+        if self.method == EXACT:
+            return None
+        if self.method == "compile":
             compile_in_place(model, self.bits, **self.options)
             return None
         options = {**self.options, "verbose": False}
         if self.method == "replace_activations_":
-            restore_(model)
             replace_activations_(model, self.bits.initial_bits, **options)
             return None
-        if self.method == "checkpoint_":
-            checkpoint_(model, self.bits.bits)
         return compress_(model, self.bits, **options)
 
     def to_dict(self) -> dict:
@@ -172,6 +222,8 @@ class Candidate:
                 name: _plain(value) for name, value in self.options.items() if name not in _UNSHOWN
             },
             "method": self.method,
+            "checkpoints": [each._asdict() for each in self.checkpoints],
+            "head": self.head,
         }
 
     @classmethod
@@ -192,7 +244,35 @@ class Candidate:
         if isinstance(options, Mapping):
             options = {name: _read(name, value) for name, value in options.items()}
         bits = BitConfig.from_dict(values["bits"])
-        return cls(values["policy"], bits, options, values["method"])
+        regions = tuple(
+            Regions(one["bits"], one["include"] and tuple(one["include"]), one["offload"])
+            for one in values.get("checkpoints", ())
+        )
+        return cls(values["policy"], bits, options, values["method"], regions, values.get("head"))
+
+
+def candidate_of(setting) -> Candidate:
+    """Return the candidate that a setting stands for.
+
+    Args:
+        setting: a candidate; the result of `fewbit.fit_`, or another object with a `candidate`; "exact"; "checkpoint", which
+            is exact with the gradient checkpointing of transformers; or bits, as `fewbit.compress_` takes them.
+
+    Raises:
+        InputError: the setting is none of these.
+    """
+    setting = getattr(setting, "candidate", setting)
+    if isinstance(setting, Candidate):
+        return setting
+    if setting == EXACT:
+        return Candidate("", method=EXACT)
+    if setting == CHECKPOINT:
+        return Candidate("", method=EXACT, checkpoints=(Regions(),))
+    if not isinstance(setting, BitConfig | int | float):
+        raise InputError(
+            f"expected {EXACT!r}, {CHECKPOINT!r}, bits or a fewbit.Candidate, got {shorten(setting)}"
+        )
+    return Candidate("", setting)
 
 
 def _read(name: str, value):
@@ -338,23 +418,42 @@ def default_candidates(
     return tuple(candidate for candidate in found if candidate.policy in policies)
 
 
-def check_candidates(candidates) -> tuple[Candidate, ...]:
-    """Return a tuple of candidates from one candidate or an iterable of candidates.
+def check_candidates(candidates, name: str = "candidates") -> tuple[Candidate, ...]:
+    """Return a tuple of candidates from one setting or an iterable of settings, as `candidate_of` takes them.
+
+    Args:
+        candidates: the settings.
+        name: the name of the argument, for messages.
 
     Raises:
         InputError: there are no candidates, or one of them is not valid.
     """
-    if not isinstance(candidates, Iterable):
-        candidates = (candidates,)
-    found = tuple(candidates)
-    if not found:
-        raise InputError("candidates: expected a Candidate or several, got none")
-    for candidate in found:
-        if not isinstance(candidate, Candidate):
-            raise InputError(
-                f"candidates: expected instances of fewbit.Candidate, got {type(candidate).__name__}"
-            )
-    return found
+    is_one = isinstance(candidates, str) or not isinstance(candidates, Iterable)
+    given = (candidates,) if is_one else tuple(candidates)
+    if not given:
+        raise InputError(f"{name}: expected at least one setting, got none")
+    try:
+        return tuple(candidate_of(one) for one in given)
+    except FewbitError as error:
+        raise InputError(f"{name}: {error}") from None
+
+
+def _code(name: str, value) -> str:
+    """Return Python code for an option. Layers with the same override are written in one list."""
+    if name != "overrides" or not isinstance(value, Mapping):
+        return repr(value)
+    alike: list[tuple] = []
+    for path, change in value.items():
+        paths = next((paths for other, paths in alike if other == change), None)
+        if paths is None:
+            alike.append((change, [path]))
+        else:
+            paths.append(path)
+    texts = [
+        f"{paths[0]!r}: {change!r}" if len(paths) == 1 else f"**dict.fromkeys({paths}, {change!r})"
+        for change, paths in alike
+    ]
+    return f"{{{', '.join(texts)}}}"
 
 
 def _short(value) -> str:

@@ -1,145 +1,344 @@
-"""The result of `fewbit.fits`: the memory of a training step by setting, and the largest batch and sequence that fit."""
+"""`fewbit.fit_`: the fastest training of a model that fits in memory."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
 
-from fewbit.planning.training_step import PARTS
-from fewbit.render.formats import amount, unit_of
-from fewbit.render.result import Result
-from fewbit.render.view import Column, View
+import numpy as np
+import torch
+from torch import nn
+
+from fewbit.analysis.gradients import check_loss, check_model, check_optimizer, size_of, tensors_of
+from fewbit.analysis.unchanged import unchanged
+from fewbit.checkpointing import CHECKPOINTING, uncheckpoint_
+from fewbit.config import check_verbose
+from fewbit.convert.chunked_loss import unchunk_loss_
+from fewbit.convert.swap import restore_
+from fewbit.convert.undo import whole_or_not_at_all
+from fewbit.errors import InputError
+from fewbit.planning.block_steps import OptimizerBytes
+from fewbit.planning.choose import Part, choose, peak_of, totals
+from fewbit.planning.examination import Examination, examine, is_gpu
+from fewbit.planning.fastest_fit import FastestFit, FrontPoint, rows_of
+from fewbit.planning.fits import capacity_of
+from fewbit.planning.settings import Option, Rest, Settings
+from fewbit.render import terminal
+from fewbit.render.formats import amount, digits, module_name
+from fewbit.text import shorten
+
+ERROR = 0.1
+"""The default bound of the error, as a part of the squared norm of the gradient."""
+TOLERANCE = 0.002
+"""The part of the step's time by which the solver's result may be slower than the fastest one."""
+SLOWER = 0.02
+"""The part of an exact step's time that a smaller error may cost."""
+ATTEMPTS = 6
+"""The number of choices of which the peak is measured, until one fits."""
+POINTS, FEW_LABELS = 12, 300
+"""The number of points of the front, and of the labels of a part with which the solver finds them."""
 
 
-@dataclass(frozen=True)
-class FitRow:
-    """The memory of a training step with one setting, in bytes.
+@whole_or_not_at_all
+def fit_(
+    model: nn.Module,
+    sample,
+    memory: str | int | torch.device,
+    *,
+    optimizer=torch.optim.AdamW,
+    loss: Callable | None = None,
+    error: float = ERROR,
+    blocks: str | Iterable[str] | None = None,
+    accumulates: bool = False,
+    progress: bool = True,
+    verbose: bool = True,
+) -> FastestFit:
+    """Choose what each block of a model saves so that a training step fits in memory in the least time, and apply it.
 
-    The fields `weights` to `transient` are the bytes at the moment at which the step takes the most memory. Their sum is
-    `peak`.
+    A block is a repeated module, such as a layer of a transformer. It may stay exact, save its tensors with 8, 4, 3 or 2 bits
+    per element, or be computed again in the backward pass from its inputs, which are exact, have 8 bits, or are on the host.
+    The rest of the model may be exact or have 4 or 2 bits, and its loss may be computed in chunks. The bytes, the time and the error of each of these options are
+    measured in steps on the sample: about 40 steps. Then the step with the chosen settings is run, and its peak is measured.
+    Steps leave the weights, gradients and buffers of the model and torch's random state as they were. A model on the meta
+    device, and one whose exact step takes more memory than the device has, is examined on fake tensors: times then follow
+    from measured costs of the device, and errors are not known.
+
+    Args:
+        model: A model in training mode on the device on which it will be trained, before DDP, FSDP and torch.compile. Earlier
+            calls of `compress_`, `checkpoint_` and `fit_` are undone.
+        sample: A batch of the size with which you will train, as `fewbit.fits` takes it.
+        memory: A size such as "24 GiB", a number of bytes, or a device whose whole memory counts. It has to hold the weights,
+            gradients, the optimizer's state, the batch and all tensors of a step. What the allocator adds is not counted.
+        optimizer: As in `fewbit.fits`: a class, a function of a list of parameters, or an optimizer of the model.
+        loss: Called as ``loss(model, batch)``; returns a scalar tensor. Autocast belongs in here. None: as in `fewbit.fits`.
+        error: The largest error of the gradient, |g^ - g|^2 / |g|^2, with the sample's exact gradient g and the gradient g^ of
+            the same sample after the call.
+        blocks: Glob patterns of the paths of the blocks. None: the modules of lists in which modules repeat.
+        accumulates: Whether gradients of earlier batches exist when a step begins (gradient accumulation).
+        progress: Whether to show a bar on standard error if the measurement takes longer than two seconds.
+        verbose: Whether to print the result.
+
+    Returns:
+        The choice: a table, which can be saved, loaded, applied to another model and pasted as plain calls.
+
+    Raises:
+        InputError: An argument is not valid, the step does not run, or no choice fits. The message then says what is missing,
+            and what would help. The model stays unchanged if `fit_` raises an exception or is interrupted by Ctrl-C.
+    """
+    check_verbose(verbose)
+    capacity = capacity_of(memory, "memory")
+    if capacity is None:
+        raise InputError("memory: expected a size such as '24 GiB', got None")
+    check_model(model)
+    if loss is not None:
+        check_loss(loss)
+    check_optimizer(optimizer)
+    is_number = isinstance(error, int | float) and not isinstance(error, bool)
+    if not is_number or not error >= 0:
+        raise InputError(f"error: expected a number of at least 0, got {shorten(error)}")
+    if not isinstance(accumulates, bool):
+        raise InputError(f"accumulates: expected True or False, got {shorten(accumulates)}")
+    if not size_of(sample):
+        raise InputError("sample: expected at least one sample, got none")
+    uncheckpoint_(model)
+    unchunk_loss_(model)
+    restore_(model)
+    regions = [path for path, one in model.named_modules() if getattr(one, CHECKPOINTING[0], False)]
+    if regions:
+        raise InputError(
+            "model: expected one without gradient checkpointing, because fit_ chooses the blocks that are computed again, "
+            f"got it in {module_name(regions[0])}; call model.gradient_checkpointing_disable()"
+        )
+    with unchanged(dict(model.named_modules()), tensors_of(sample)):
+        result = _chosen(
+            model, sample, capacity, optimizer, loss, error, blocks, accumulates, progress
+        )
+    result.controller = result.settings.apply(model)
+    if verbose:
+        terminal.show(result)
+    return result
+
+
+def _chosen(
+    model, sample, capacity: int, optimizer, loss, error, blocks, accumulates, progress
+) -> FastestFit:
+    """Examine the model, and return the fastest choice that fits. The arguments are those of `fit_`."""
+    bytes_ = OptimizerBytes(model, optimizer, is_gpu(next(model.parameters()).device))
+    if bytes_.update(sample) > capacity:
+        raise InputError(_fixed_shortage(bytes_, sample, capacity))
+    settings = {"accumulates": accumulates, "which": blocks, "progress": progress}
+    look = partial(examine, model, sample, loss, bytes_, **settings)
+    try:
+        found = look()
+    except (torch.OutOfMemoryError, MemoryError):
+        uncheckpoint_(model)
+        unchunk_loss_(model)
+        restore_(model)
+        found = look(is_real=False)
+    search = Search(found, error)
+    chosen = search.fastest(capacity)
+    if chosen is None:
+        raise InputError(_shortage(search, sample, capacity))
+    return _result(search, chosen, model, sample, capacity)
+
+
+class Chosen:
+    """A choice: settings, with the bytes, seconds and error that the examination gives for them.
 
     Attributes:
-        setting: The name of the setting, such as "exact" or "2 bits".
-        weights: Parameters and buffers.
-        gradients: Gradients of parameters.
-        optimizer: The state of the optimizer.
-        saved: Tensors that the forward pass leaves for the backward pass, and the batch.
-        transient: All other tensors: temporary results, and gradients of activations.
-        peak: The most bytes that exist at one moment.
-        phase: "forward", "backward" or "step" (of the optimizer): the part of the training step in which this moment is.
-        all_gradients: The gradients of all parameters. At the moment of the peak, some may not exist.
-        all_saved: All tensors that the forward pass leaves for the backward pass, and the batch. At the moment of the
-            peak, some may have been freed.
-        fits: Whether `peak` is at most the memory of the device; None without a device.
-        largest_batch: The largest batch with which the step fits, 0 if not even one sample fits; None without a device.
-        largest_sequence: The largest length of sequences with which the step fits; None without a device, or if no
-            dimension has the sequence.
+        settings: the settings.
+        rest: the option of the rest of the model.
+        options: the numbers of the options of all parts.
+        seconds: the seconds that are added to an exact step, and `bound`, a lower bound for all choices that fit.
+        error: the sum of the errors.
+        peak: the peak of the step; measured after `Search.fastest`, else predicted.
     """
 
-    setting: str
-    weights: int
-    gradients: int
-    optimizer: int
-    saved: int
-    transient: int
-    peak: int
-    phase: str
-    all_gradients: int
-    all_saved: int
-    fits: bool | None
-    largest_batch: int | None
-    largest_sequence: int | None
+    def __init__(self, examination: Examination, rest, choice, parts):
+        blocks = choice.options[1::2]
+        options = [examination.options[number] for number in blocks]
+        self.settings = Settings(dict(zip(examination.paths, options, strict=True)), *rest)
+        self.rest, self.options = rest, choice.options
+        self.seconds, self.bound = choice.seconds, choice.bound
+        self.error = totals(parts, choice.options)[1]
+        self.peak = max(peak_of(parts, choice.options), examination.update)
 
 
-@dataclass(frozen=True, repr=False)
-class Fit(Result):
-    """The memory of a training step with several settings, and whether it fits in the memory of a device.
+def least_error(parts: list[Part], memory: float, seconds: float) -> tuple[int, ...] | None:
+    """Return the options with about the least error among those that fit and take at most these seconds."""
+    floors = [float(part.seconds.min()) for part in parts]
+    swapped = [
+        Part(part.saved, part.peak, part.error, part.seconds - floor)
+        for part, floor in zip(parts, floors, strict=True)
+    ]
+    found = choose(swapped, memory, seconds - sum(floors), most=FEW_LABELS)
+    return None if found is None else found.options
 
-    Attributes:
-        model: The class name of the model.
-        optimizer: The class name of the optimizer.
-        device_bytes: The memory of the device in bytes; None if no device was given.
-        batch: The number of samples in the batch.
-        sequence: The length of the sequences in the batch; None if no dimension has the sequence.
-        most_sequence: The longest sequence that the model's configuration allows; None if it has no limit.
-        rows: A `FitRow` for each setting.
+
+class Search:
+    """Searches settings of a model that was examined.
+
+    Args:
+        examination: the examination.
+        error: the bound of the error.
     """
 
-    model: str
-    optimizer: str
-    device_bytes: int | None
-    batch: int
-    sequence: int | None
-    most_sequence: int | None
-    rows: tuple[FitRow, ...]
+    def __init__(self, examination: Examination, error: float):
+        self.examination, self.error = examination, error
+        self.parts = {rest: examination.parts(rest) for rest in examination.rest}
 
-    def records(self) -> list[dict]:
-        """Return a dict of plain values for each setting."""
-        return [asdict(row) for row in self.rows]
+    def solve(
+        self, memory: float, most: int | None = None, error: float | None = None
+    ) -> Chosen | None:
+        """Return the fastest choice by the examination, with a predicted peak, or None if no choice fits."""
+        if self.examination.update > memory:
+            return None
+        tolerance = TOLERANCE * self.examination.exact.seconds
+        limit = self.error if error is None else error
+        found = {}
+        for rest, parts in self.parts.items():
+            choice = choose(parts, memory, limit, tolerance, most)
+            if choice is not None:
+                found[rest] = choice
+        if not found:
+            return None
+        rest = min(found, key=lambda rest: found[rest].seconds)
+        calmer = least_error(
+            self.parts[rest], memory, found[rest].seconds + SLOWER * self.examination.exact.seconds
+        )
+        bound = min(choice.bound for choice in found.values())
+        chosen = found[rest]._replace(bound=bound)
+        if calmer is not None:
+            seconds, error = totals(self.parts[rest], calmer)
+            if error < totals(self.parts[rest], chosen.options)[1]:
+                chosen = chosen._replace(options=calmer, seconds=seconds)
+        return Chosen(self.examination, rest, chosen, self.parts[rest])
 
-    def to_dict(self) -> dict:
-        """Return the result as a dict of plain values."""
-        return asdict(self) | {"rows": self.records()}
+    def fastest(self, memory: int) -> Chosen | None:
+        """Return the fastest choice whose measured peak fits, or None."""
+        limit, known = float(memory), {}
+        for _ in range(ATTEMPTS):
+            chosen = self.solve(limit)
+            if chosen is None:
+                return None
+            key = chosen.rest, chosen.options
+            if key not in known:
+                known[key] = self.examination.peak(chosen.settings)
+            predicted, chosen.peak = chosen.peak, known[key]
+            if chosen.peak <= memory:
+                return chosen
+            # Bytes that the parts do not explain count as if they were always there.
+            limit = min(limit, predicted) - max(chosen.peak - memory, memory / 2048)
+        return None
 
-    document = to_dict
+    def least(self, error: float | None = None) -> Chosen | None:
+        """Return the choice with about the smallest predicted peak, or None if no choice keeps within the error."""
+        high = 2 * max(self.examination.exact.bytes.peak.max(), self.examination.update)
+        low, best = self.examination.update - 1, self.solve(high, FEW_LABELS, error)
+        if best is None:
+            return None
+        while best.peak - low > 0.005 * best.peak:
+            middle = (low + best.peak) / 2
+            found = self.solve(middle, FEW_LABELS, error)
+            if found is None:
+                low = middle
+            else:
+                best = found
+        return best
 
-    @property
-    def title(self) -> str:
-        """One line: which settings fit, or without a device the peaks."""
-        start = f"{self.model}, batch {self.batch}"
-        if self.sequence is not None:
-            start += f" x {self.sequence}"
-        if self.device_bytes is None:
-            peaks = [f"{amount(row.peak)} ({row.setting})" for row in self.rows]
-            return f"{start}: a training step takes at most {', '.join(peaks)}"
-        size = amount(self.device_bytes)
-        fitting = [row.setting for row in self.rows if row.fits]
-        others = [row.setting for row in self.rows if not row.fits]
-        if not fitting:
-            return f"{start}: no setting fits in {size}"
-        if not others:
-            return f"{start}: every setting fits in {size}"
-        return f"{start}: fits in {size} with {_listed(fitting)}, but not with {_listed(others)}"
-
-    def view(self) -> View:
-        """Return a table with a row for each setting."""
-        unit = unit_of(max(row.peak for row in self.rows))
-
-        def part(name):
-            return lambda row: amount(getattr(row, name), unit)
-
-        drops = {"optimizer": 2, "gradients": 3, "weights": 4, "transient": 5, "saved": 6}
-        columns = [
-            Column("setting", lambda row: row.setting, "name"),
-            *(Column(name, part(name), drop=drops[name]) for name in PARTS),
-            Column(f"peak {unit[0]}", part("peak")),
-            Column("in", lambda row: row.phase, "word", drop=1),
-        ]
-        if self.device_bytes is not None:
-            columns.append(Column("fits", lambda row: "yes" if row.fits else "no", "word"))
-            columns.append(Column("batch", lambda row: f"{row.largest_batch:,}"))
-            if self.sequence is not None:
-                columns.append(Column("sequence", self._sequence))
-        return View(self.title, columns, self.rows, self._notes(unit[0]))
-
-    def _sequence(self, row: FitRow) -> str:
-        return f"{row.largest_sequence:,}" + "+" * (row.largest_sequence == self.most_sequence)
-
-    def _notes(self, unit: str) -> list[str]:
-        lines = [
-            f"{unit} at the moment of the peak, with {self.optimizer}: saved for the backward pass and the batch; "
-            "transient: temporary results, and gradients of activations"
-        ]
-        if self.device_bytes is not None:
-            what = "batch: the largest that fits"
-            if self.sequence is not None:
-                what += f" with sequences of {self.sequence}; sequence: the longest that fits with this batch"
-            lines.append(what)
-        if any(row.largest_sequence == self.most_sequence for row in self.rows):
-            if self.most_sequence is not None:
-                lines.append(f"+: the model's configuration allows at most {self.most_sequence:,}")
-        lines.append("not counted: what the allocator and the kernels of a device take in addition")
-        return lines
+    def front(self, chosen: Chosen) -> list[FrontPoint]:
+        """Return choices with more and with less memory, predicted, by ascending peak."""
+        exact = self.examination.exact
+        most = max(float(exact.bytes.peak.max()), self.examination.update)
+        least = self.least()
+        low = chosen.peak if least is None else least.peak
+        points = {}
+        for memory in np.geomspace(low * 1.0001, max(most, low) * 1.0001, POINTS):
+            one = self.solve(float(memory), FEW_LABELS)
+            if one is not None:
+                seconds = exact.seconds + one.seconds
+                points[one.peak] = FrontPoint(int(one.peak), seconds, one.error)
+        found: list[FrontPoint] = []
+        for point in (points[peak] for peak in sorted(points)):
+            if not found or point.seconds < found[-1].seconds:
+                found.append(point)
+        return found
 
 
-def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+def _result(search: Search, chosen: Chosen, model, sample, capacity) -> FastestFit:
+    found = search.examination
+    exact = found.exact
+    notes = []
+    if found.repeated:
+        notes.append(
+            f"{', '.join(found.repeated[:3])}: called several times in a forward pass, so it counts as a part of the rest"
+        )
+    if not found.paths:
+        notes.append(
+            "no blocks were found, so all layers have the same bits: name blocks, as blocks='encoder.*'"
+        )
+    for settings in found.failing:
+        option, rest = next(iter(settings.blocks.values()), Option()), settings.of_rest
+        name = option.name if rest == Rest() else f"{rest.name} in the rest"
+        notes.append(f"{name}: not considered, because a step with it raises an error")
+    if not found.is_measured:
+        notes.append(
+            "nothing was run: times follow from measured costs of this device, and errors are not known"
+        )
+    return FastestFit(
+        model=type(model).__name__,
+        optimizer=found.optimizer.name,
+        batch=size_of(sample),
+        memory=capacity,
+        peak=int(chosen.peak),
+        seconds=exact.seconds + chosen.seconds,
+        bound=exact.seconds + min(chosen.bound, chosen.seconds),
+        error=chosen.error if found.is_measured else math.nan,
+        limit=search.error,
+        exact_peak=int(max(exact.bytes.peak.max(), found.update)),
+        exact_seconds=exact.seconds,
+        settings=chosen.settings,
+        rows=rows_of(chosen.settings, search.parts[chosen.rest], chosen.options),
+        front=tuple(search.front(chosen)),
+        notes=tuple(notes),
+    )
+
+
+def _fixed_shortage(optimizer: OptimizerBytes, sample, capacity: int) -> str:
+    """Return one line for a step whose weights, gradients and optimizer do not fit."""
+    least = max(optimizer.update(sample), capacity + 1)
+    helps = ["fewer trained parameters (LoRA)", "weights in 16 bits"]
+    if optimizer.state:
+        helps.insert(0, f"an optimizer without its state of {amount(optimizer.state)}")
+    return (
+        f"memory: expected at least {amount(least)} for weights, gradients and {optimizer.name} alone, got "
+        f"{amount(capacity)}; {' or '.join(helps)} would help"
+    )
+
+
+def _shortage(search: Search, sample, capacity: int) -> str:
+    """Return one line that says by how much a step does not fit, and what would help."""
+    found, least, size = search.examination, search.least(), size_of(sample)
+    if least is None:
+        return f"error: expected a bound that some settings keep, got {search.error:g}"
+    helps = []
+    fitting = search.solve(capacity, FEW_LABELS, math.inf)
+    if fitting is not None and fitting.error > search.error:
+        helps.append(f"error={digits(fitting.error * 1.05)}")
+    batch = sum(tensor.nbytes for tensor in tensors_of(sample))
+    fixed = found.update - batch
+    smaller = math.floor(size * 0.95 * (capacity - fixed) / max(least.peak - fixed, 1))
+    if 1 <= smaller < size:
+        helps.append(f"about {smaller} samples in place of {size}")
+    if found.optimizer.state:
+        state = amount(found.optimizer.state)
+        helps.append(f"an optimizer with less state than {found.optimizer.name}'s {state}")
+    if not found.paths:
+        helps.append("blocks to compute again (name them in the argument blocks)")
+    helps.append("LoRA")
+    expected = amount(max(int(least.peak), capacity + 1))
+    return (
+        f"memory: expected at least about {expected} for this model and sample, got {amount(capacity)}; "
+        f"{' or '.join(helps)} would help"
+    )

@@ -14,23 +14,21 @@ from fewbit.analysis.gradients import check_loss, check_model, check_optimizer, 
 from fewbit.analysis.progress import StepsProgress
 from fewbit.analysis.unchanged import unchanged
 from fewbit.checkpointing import supports_checkpoints
-from fewbit.config import BitConfig, FixedBits, PreActivationBits
-from fewbit.convert.swap import restore_
+from fewbit.config import FixedBits, PreActivationBits
 from fewbit.errors import FewbitError, InputError
-from fewbit.planning.candidates import Candidate
-from fewbit.planning.fit import Fit, FitRow
+from fewbit.planning.candidates import CHECKPOINT, EXACT, Candidate, check_candidates
+from fewbit.planning.fake_steps import PARTS, FakeTraining, length_of
+from fewbit.planning.fits_result import Fit, FitRow
 from fewbit.planning.largest import largest
-from fewbit.planning.steps import naming
-from fewbit.planning.training_step import FakeTraining, length_of
+from fewbit.planning.real_steps import naming
 from fewbit.runtime.saved.context import measuring
 from fewbit.sizes import parse_size
 from fewbit.text import one_line, shorten
 
 LEAST_BYTES = 2**20
 """The least memory of a device. A smaller number is probably meant as a number of GiB."""
-EXACT, CHECKPOINT = "exact", "checkpoint"
 SETTINGS = (EXACT, 4, 2)
-_METHODS = ("compress_", "replace_activations_", "checkpoint_")
+_METHODS = ("compress_", "replace_activations_", "checkpoint_", EXACT)
 """The methods of candidates that can run on fake tensors."""
 
 
@@ -65,7 +63,7 @@ def fits(
             device that is no CPU, torch's optimizers and attention take the memory that they take on a GPU.
         settings: The settings to compare. Each is "exact"; "checkpoint", which is exact with the gradient checkpointing
             of transformers; a whole number of bits or a configuration with fixed bits, as `fewbit.compress_` takes it;
-            or a `fewbit.Candidate`. By default "exact", 4 and 2 bits, and for models of transformers that support it
+            a `fewbit.Candidate`, or the result of `fewbit.fit_`. By default "exact", 4 and 2 bits, and for models of transformers that support it
             "checkpoint".
         sequence_dim: The dimension of the batch's tensors that has the sequence, for which the largest length is
             computed too, or None.
@@ -84,7 +82,7 @@ def fits(
     check_optimizer(optimizer)
     capacity = capacity_of(device)
     on_gpu = _is_gpu(device, model)
-    arms = [_Arm(setting) for setting in _given(settings, model)]
+    arms = _given(settings, model)
     size = size_of(batch)
     length = most = None
     if sequence_dim is not None:
@@ -100,9 +98,9 @@ def fits(
     search = _Search(batch, size, capacity, sequence_dim, length, most, done)
     with unchanged({}, []), measuring(), bar.shown():
         for arm in arms:
-            training = FakeTraining(model, arm.convert, loss, optimizer, on_gpu)
+            training = FakeTraining(model, partial(_convert, arm), loss, optimizer, on_gpu)
             name = training.optimizer_name
-            rows.append(search.row(arm.name, training))
+            rows.append(search.row(_name_of(arm), training))
     return Fit(type(model).__name__, name, capacity, size, length, most, tuple(rows))
 
 
@@ -132,22 +130,23 @@ class _Search:
         """Return the row of a setting."""
         with explained(self.batch):
             training.step(self.batch)
-            found = training.step(self.batch)  # the optimizer's state exists before this step
+            timeline = training.step(self.batch)  # the optimizer's state exists before this step
+        found = timeline.peak()
         self.done()
         fitting = longest_batch = longest = None
         if self.capacity is not None:
-            fitting = found.peak <= self.capacity
-            longest_batch = self._largest(training, 0, self.size, found.peak)
+            fitting = found.size <= self.capacity
+            longest_batch = self._largest(training, 0, self.size, found.size)
             if self.sequence_dim is not None:
                 most = None if self.most is None else max(self.most, self.length)
-                longest = self._largest(training, self.sequence_dim, self.length, found.peak, most)
+                longest = self._largest(training, self.sequence_dim, self.length, found.size, most)
         return FitRow(
             setting=name,
-            **found.parts,
-            peak=found.peak,
+            **{part: found.parts.get(part, 0) for part in PARTS},
+            peak=found.size,
             phase=found.phase,
-            all_gradients=found.gradients,
-            all_saved=found.saved,
+            all_gradients=training.gradient_bytes,
+            all_saved=int(timeline.bytes_of([]).saved.sum()),
             fits=fitting,
             largest_batch=longest_batch,
             largest_sequence=longest,
@@ -172,30 +171,16 @@ def _peak(training: FakeTraining, batch, dim: int, size: int) -> int | None:
 # -- Settings --------------------------------------------------------------------------------------------------
 
 
-class _Arm:
-    """A setting: how a copy of the model is converted, and the name of the setting.
-
-    Args:
-        setting: one of the values that `fits` describes.
+def _given(settings, model: nn.Module) -> tuple[Candidate, ...]:
+    """Return the candidates of the settings, or the default ones if `settings` is None.
 
     Raises:
-        InputError: the setting is none of these.
+        InputError: a setting cannot be run on fake tensors.
     """
-
-    def __init__(self, setting):
-        self._candidate = None
-        self._is_checkpointed = setting == CHECKPOINT
-        if isinstance(setting, str):
-            if setting not in (EXACT, CHECKPOINT):
-                raise InputError(
-                    f"settings: expected {EXACT!r}, {CHECKPOINT!r}, bits or a fewbit.Candidate, got {shorten(setting)}"
-                )
-            self.name = setting
-            return
-        try:
-            candidate = setting if isinstance(setting, Candidate) else Candidate("", setting)
-        except FewbitError as error:
-            raise InputError(f"settings: {error}") from None
+    if settings is None:
+        settings = [*SETTINGS, *([CHECKPOINT] if supports_checkpoints(model) else [])]
+    found = check_candidates(settings, "settings")
+    for candidate in found:
         if not isinstance(candidate.bits, FixedBits | PreActivationBits):
             raise InputError(
                 "settings: expected bits that do not depend on values, as FixedBits(2), because fits runs on fake "
@@ -205,42 +190,25 @@ class _Arm:
             raise InputError(
                 f"settings: expected a Candidate with one of the methods {', '.join(_METHODS)}, got {candidate.method}"
             )
-        self._candidate = candidate
-        is_plain = isinstance(setting, BitConfig | int) and isinstance(candidate.bits, FixedBits)
-        self.name = candidate.label
-        if not is_plain:
-            self.name = f"{candidate.policy or type(candidate.bits).__name__}, {candidate.label}"
-
-    def convert(self, model: nn.Module) -> None:
-        """Convert a model in place."""
-        if self._candidate is not None:
-            with naming(self._candidate):
-                self._candidate.apply(model)
-            return
-        restore_(model)
-        if self._is_checkpointed:
+        if any(region.include is None for region in candidate.regions):
             if not supports_checkpoints(model):
                 raise InputError(
-                    f"settings: expected a model of transformers for {CHECKPOINT!r}, got {type(model).__name__}"
+                    f"settings: expected a model of transformers for {candidate.label!r}, got {type(model).__name__}"
                 )
-            # New versions of transformers warn about the old name.
-            enable = getattr(model, "activation_checkpointing_enable", None)
-            enable = enable or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+    return found
 
 
-def _given(settings, model: nn.Module) -> list:
-    """Return the list of settings, or the default ones if `settings` is None."""
-    if settings is None:
-        return [*SETTINGS, *([CHECKPOINT] if supports_checkpoints(model) else [])]
-    if isinstance(settings, str | int | float | BitConfig | Candidate):
-        settings = [settings]
-    if not isinstance(settings, Iterable):
-        raise InputError(f"settings: expected several settings, got {shorten(settings)}")
-    settings = list(settings)
-    if not settings:
-        raise InputError("settings: expected at least one setting, got none")
-    return settings
+def _name_of(candidate: Candidate) -> str:
+    """Return the name of a candidate in the table, such as `2 bits` or `own, 2 bits`."""
+    policy = candidate.policy
+    if not policy and not isinstance(candidate.bits, FixedBits):
+        policy = type(candidate.bits).__name__
+    return f"{policy}, {candidate.label}" if policy else candidate.label
+
+
+def _convert(candidate: Candidate, model: nn.Module) -> None:
+    with naming(candidate):
+        candidate.apply(model)
 
 
 # -- The device ------------------------------------------------------------------------------------------------

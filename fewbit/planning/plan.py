@@ -33,6 +33,7 @@ from fewbit.analysis.gradients import (
     difference,
     sampling_of,
     size_of,
+    squared,
     tensors_of,
 )
 from fewbit.analysis.progress import StepsProgress
@@ -44,7 +45,7 @@ from fewbit.planning.candidates import (
     check_candidates,
     default_candidates,
 )
-from fewbit.planning.steps import CompiledSteps, Steps, naming
+from fewbit.planning.real_steps import CompiledSteps, RealSteps, naming
 from fewbit.planning.training_plan import Planned, TrainingPlan
 from fewbit.runtime.saved.context import measuring
 from fewbit.sizes import counted
@@ -119,7 +120,7 @@ def plan(
     batches = [tree_map(alone, one) for one in batches_of(batch)]
     bar = StepsProgress("plan", progress)
     with unchanged(dict(model.named_modules()), tensors_of(batches)):
-        steps = Steps(copied(model), loss, seed)
+        steps = RealSteps(copied(model), loss, seed)
         steps.restore()
         if candidates is None:
             candidates = default_candidates(steps.model)
@@ -168,7 +169,7 @@ class _Found:
         done: A function that is called when bits are chosen, and after each draw, to show the progress.
     """
 
-    def __init__(self, candidate: Candidate, steps: Steps, batches: list, done):
+    def __init__(self, candidate: Candidate, steps: RealSteps, batches: list, done):
         self.candidate = candidate
         self.errors = []  # (draws,) for each batch: |g^ - g|^2
         self.sums = []  # for each batch: |sum over draws of (g^ - g)|^2
@@ -197,7 +198,7 @@ class _Found:
         with naming(self.candidate):
             return self.candidate.apply(steps.model)
 
-    def measure(self, steps: Steps, batch, number: int, exact, draws: int) -> None:
+    def measure(self, steps: RealSteps, batch, number: int, exact, draws: int) -> None:
         """Measure the candidate's errors and durations on a batch.
 
         Args:
@@ -218,13 +219,13 @@ class _Found:
             # The first pass is not timed. From the second on, layers make some copies in the same pass as activations.
             if draw:
                 self.seconds.append(steps.seconds)
-            errors.append(_squared(error))
+            errors.append(squared(error))
             total = (
                 error if total is None else [a.add_(b) for a, b in zip(total, error, strict=True)]
             )
             self._done()
         self.errors.append(errors)
-        self.sums.append(_squared(total))
+        self.sums.append(squared(total))
 
     def planned(self) -> Planned:
         errors, sums = np.array(self.errors), np.array(self.sums)
@@ -249,7 +250,7 @@ class _Found:
 
 
 def _passes(
-    steps: Steps, batches, found: list[_Found], draws: int, compiled: CompiledSteps | None
+    steps: RealSteps, batches, found: list[_Found], draws: int, compiled: CompiledSteps | None
 ) -> tuple[list, list]:
     """Measure all candidates on all batches. Return |g|^2 of each batch, and the seconds of exact passes.
 
@@ -263,7 +264,7 @@ def _passes(
         steps.restore()
         exact = steps.gradient(batch, number)
         seconds.append(steps.seconds)
-        squares.append(_squared(exact))
+        squares.append(squared(exact))
         if not squares[-1] > 0 or not math.isfinite(squares[-1]):
             raise InputError(
                 f"loss: expected a gradient that is finite and not 0, got |g|^2 = {squares[-1]} in batch {number}"
@@ -280,7 +281,7 @@ def _passes(
     return squares, seconds
 
 
-def _has_large_logits(steps: Steps, batch) -> bool:
+def _has_large_logits(steps: RealSteps, batch) -> bool:
     """Return whether the loss function calls cross_entropy, and saves many fewer bytes if fewbit's runs in its place.
 
     Both models are compressed, because a call of cross_entropy inside a compressed model is fewbit's already.
@@ -296,20 +297,13 @@ def _has_large_logits(steps: Steps, batch) -> bool:
     return sizes[1] < LARGE * sizes[0]
 
 
-def _squared(gradient) -> float:
-    """Return the squared norm of a gradient, computed in float64."""
-    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in gradient]
-    device = norms[0].device  # a single transfer, also for a model on several devices
-    return float(torch.stack([norm.to(device) for norm in norms]).square().sum())
-
-
 def _standard_error(values: np.ndarray) -> float:
     """Return the standard error of the mean of values, NaN for one value."""
     count = len(values)
     return float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
 
 
-def _device_of(steps: Steps) -> str:
+def _device_of(steps: RealSteps) -> str:
     devices = sorted({str(parameter.device) for parameter in steps.parameters})
     threads = f", {counted(torch.get_num_threads(), 'thread')}" if devices == ["cpu"] else ""
     return ", ".join(devices) + threads

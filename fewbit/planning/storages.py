@@ -11,14 +11,12 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-TRANSIENT = "transient"
-"""The role of storages that no part of the training step has claimed: temporary results and gradients of activations."""
+from fewbit.planning.timeline import TRANSIENT, Event, Mark, Timeline
 
 
 @dataclass(eq=False, slots=True)
@@ -34,20 +32,6 @@ class Storage:
     role: str
 
 
-class Peak(NamedTuple):
-    """The moment at which the existing storages have the most bytes.
-
-    Attributes:
-        size: the bytes of all storages.
-        parts: {role: bytes}. The sum is `size`.
-        moment: the number of the moment, comparable with `StorageTracker.moment`.
-    """
-
-    size: int
-    parts: dict[str, int]
-    moment: int
-
-
 class StorageTracker(FakeTensorMode):
     """A mode for fake tensors that records each allocation and each release of a storage.
 
@@ -59,7 +43,7 @@ class StorageTracker(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._depth = 0
         self._living: dict[int, tuple[weakref.ref, Storage]] = {}
-        self._events: list[tuple[Storage, int]] = []
+        self._events: list[Event] = []
         self._before: list[Storage] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -85,16 +69,16 @@ class StorageTracker(FakeTensorMode):
                 reference = weakref.ref(storage, partial(self._free, key))
             elif known[1].size != size:  # resized in place
                 reference, role = known[0], known[1].role
-                self._events.append((known[1], -known[1].size))
+                self._events.append(Event(known[1], -known[1].size))
             else:
                 continue
             found = Storage(size, role)
             self._living[key] = reference, found
-            self._events.append((found, size))
+            self._events.append(Event(found, size))
 
     def _free(self, key: int, _) -> None:
         _, storage = self._living.pop(key)
-        self._events.append((storage, -storage.size))
+        self._events.append(Event(storage, -storage.size))
 
     def claim(self, values: Iterable, role: str) -> None:
         """Record the storages of those values that are tensors, and give them a role, whatever their role was."""
@@ -116,14 +100,9 @@ class StorageTracker(FakeTensorMode):
         return sum(storage.size for storage in storages if role in (None, storage.role))
 
     def start(self) -> None:
-        """Forget the past. `peak` finds a moment after this call."""
+        """Forget the past. `timeline` begins with this call."""
         self._events.clear()
         self._before = [storage for _, storage in self._living.values()]
-
-    @property
-    def events(self) -> list[tuple[Storage, int]]:
-        """The allocations and releases since `start`: (storage, bytes, negative for a release)."""
-        return self._events
 
     def keys_of(self, values: Iterable) -> list[Storage]:
         """Return the recorded storages of those values that are tensors."""
@@ -136,19 +115,22 @@ class StorageTracker(FakeTensorMode):
         """The number of allocations and releases since `start`."""
         return len(self._events)
 
-    def peak(self, first: int = 0) -> Peak:
-        """Return the peak since `start`, or since the moment `first`. Storages count by their latest role."""
-        parts: dict[str, int] = {}
+    def timeline(self, marks: Iterable[tuple[int, Mark]] = ()) -> Timeline:
+        """Return what has happened since `start`.
+
+        Args:
+            marks: (moment, mark), by ascending moment.
+        """
+        existing: dict[str, int] = {}
         for storage in self._before:
-            parts[storage.role] = parts.get(storage.role, 0) + storage.size
-        size = sum(parts.values())
-        best = Peak(size, dict(parts), 0) if first == 0 else Peak(-1, {}, 0)
-        for moment, (storage, change) in enumerate(self._events, 1):
-            size += change
-            parts[storage.role] = parts.get(storage.role, 0) + change
-            if moment >= first and size > best.size:
-                best = Peak(size, dict(parts), moment)
-        return best
+            existing[storage.role] = existing.get(storage.role, 0) + storage.size
+        happened: list[Event | Mark] = []
+        position = 0
+        for moment, mark in marks:
+            happened += self._events[position:moment]
+            happened.append(mark)
+            position = moment
+        return Timeline(existing, happened + self._events[position:])
 
 
 def _storage_of(value) -> torch.UntypedStorage | None:

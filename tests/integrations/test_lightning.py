@@ -276,7 +276,7 @@ class Deep(Layers):
 @pytest.mark.filterwarnings("ignore:You are trying to .self.log:UserWarning")
 def test_a_memory_in_place_of_bits(tmp_path, monkeypatch):
     """The first batch is the sample; steps that measure are not logged, and the model trains with what was chosen."""
-    from fewbit.fitting import costs, examination
+    from fewbit.planning import costs, examination
 
     monkeypatch.setattr(examination, "ROUNDS", 1)
     monkeypatch.setattr(costs, "SHORTEST", 0.0)

@@ -315,7 +315,7 @@ def test_two_processes_choose_the_same_bits(tmp_path):
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     """Let fit_ measure little, and leave the user's cache alone."""
-    from fewbit.fitting import costs, examination
+    from fewbit.planning import costs, examination
 
     monkeypatch.setattr(examination, "ROUNDS", 1)
     monkeypatch.setattr(examination, "PROBES", 1)

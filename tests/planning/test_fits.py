@@ -20,7 +20,8 @@ from fewbit.errors import InputError
 from fewbit.models.workload import workload
 from fewbit.planning.candidates import Candidate
 from fewbit.planning.largest import largest
-from fewbit.planning.storages import TRANSIENT, StorageTracker
+from fewbit.planning.storages import StorageTracker
+from fewbit.planning.timeline import LOSS, TRANSIENT, UPDATE, Mark
 from fewbit.render.formats import amount
 from fewbit.render.terminal import plain
 from fewbit.runtime import backends
@@ -173,7 +174,9 @@ def test_an_activation_on_fake_tensors_takes_the_memory_of_its_result_and_its_co
         tracker.start()
         y = fewbit.functional.gelu(x, bits=2)
         # With the 4 bytes of a scalar that ties the result to the codes in compiled code.
-        assert tracker.peak().size == pytest.approx(x.nbytes + y.nbytes + x.numel() // 4, abs=4)
+        assert tracker.timeline().peak().size == pytest.approx(
+            x.nbytes + y.nbytes + x.numel() // 4, abs=4
+        )
 
 
 def test_a_norm_on_fake_tensors_takes_no_memory_for_normalized_values():
@@ -182,7 +185,7 @@ def test_a_norm_on_fake_tensors_takes_no_memory_for_normalized_values():
         x = torch.empty(64, 256, requires_grad=True)
         tracker.start()
         y = norm(x)
-        assert x.nbytes + y.nbytes < tracker.peak().size < 1.5 * (x.nbytes + y.nbytes)
+        assert x.nbytes + y.nbytes < tracker.timeline().peak().size < 1.5 * (x.nbytes + y.nbytes)
 
 
 def test_frozen_parameters_have_neither_gradients_nor_state():
@@ -273,7 +276,7 @@ def test_on_a_gpu_optimizers_take_all_parameters_at_once_and_attention_is_fused(
     assert cpu.phase == gpu.phase == "step"
     assert gpu.transient > 0.9 * nbytes(model.parameters()) > cpu.transient
     attention = F.scaled_dot_product_attention
-    assert attention.__module__ != "fewbit.planning.training_step"
+    assert attention.__module__ != "fewbit.planning.fake_steps"
 
 
 @pytest.mark.parametrize("capacity", [0, 99, 100, 1000, 12345, 10**9])
@@ -322,9 +325,12 @@ def test_the_tracker_follows_allocations_and_releases():
         assert tracker.total() == 400
         second = torch.empty(200)
         tracker.claim([second], "saved")
-    assert tracker.peak() == (4400, {"weights": 400, TRANSIENT: 4000}, 1)
-    late = tracker.peak(moment + 1)
-    assert late.size == 1200 and late.parts == {"weights": 400, TRANSIENT: 0, "saved": 800}
+    found = tracker.timeline([(moment, Mark(LOSS)), (moment + 1, Mark(UPDATE))])
+    assert found.peak() == (4400, {"weights": 400, TRANSIENT: 4000}, "forward")
+    assert found.peak("backward").size == 4400  # when the backward pass begins
+    parts = {"weights": 400, TRANSIENT: 0, "saved": 800}
+    assert found.peak("step") == (1200, parts, "step")
+    assert [len(one.happened) for one in (found, tracker.timeline())] == [5, 3]
 
 
 @pytest.mark.slow

@@ -403,7 +403,7 @@ def test_options_that_json_has_not_are_text():
     assert loaded.options["include"].startswith("<function")
 
 
-METHODS = "compress_, replace_activations_, checkpoint_, cross_entropy, compile"
+METHODS = "compress_, replace_activations_, checkpoint_, cross_entropy, compile, exact"
 WHOLE = "a whole number from 1 to 8 with"
 
 
@@ -481,8 +481,8 @@ def test_what_cannot_be_measured_is_refused(measure, options, changes, message):
         ("plan", {"loss": lambda model, batch: 0 * model(batch).sum()}, "expected a gradient that is finite and not 0"),
         ("plan", {"share": 0}, "share: expected a finite number above 0, got 0"),
         ("plan", {"share": math.inf}, "share: expected a finite number above 0, got inf"),
-        ("plan", {"candidates": []}, "candidates: expected a Candidate or several, got none"),
-        ("plan", {"candidates": [{"bits": 2}]}, "expected instances of fewbit.Candidate, got dict"),
+        ("plan", {"candidates": []}, "candidates: expected at least one setting, got none"),
+        ("plan", {"candidates": [{"bits": 2}]}, "candidates: expected 'exact', 'checkpoint', bits or a fewbit.Candidate, got"),
         ("plan", {"candidates": [Candidate("a", 4, {"layers": {"copies": 3}})]}, "candidates: a, 4 bits, layers=.*: layers: copies: expected 1 or 2, got 3"),
         ("plan", {"candidates": [Candidate("a", 4, {"bit": 2})]}, "candidates: a, 4 bits, bit=2: .*unexpected keyword"),
         ("plan", {"candidates": [Candidate("a", 2, {"bogus": 1}, "compile")]}, "candidates: a, 2 bits, bogus=1: .*'bogus'"),

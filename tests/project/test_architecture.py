@@ -28,7 +28,7 @@ def orders():
 PACKAGES, RUNTIME = orders()
 # The torch half; all else works where torch is not installed.
 TORCH = {
-    "runtime", "checkpointing", "functional", "nn", "models", "convert", "policies", "analysis", "compiler", "compress", "planning", "fitting", "demo", "integrations",
+    "runtime", "checkpointing", "functional", "nn", "models", "convert", "policies", "analysis", "compiler", "compress", "planning", "demo", "integrations",
 }  # fmt: skip
 NO_TORCH_YET = {"runtime/format/encoding.py"}
 """Files of the torch half that programs without torch use: what a table is at run time."""

@@ -11,7 +11,8 @@ from torch import nn
 
 from fewbit.compress.controller import Controller
 from fewbit.convert.undo import whole_or_not_at_all
-from fewbit.fitting.settings import Option, Settings
+from fewbit.planning.candidates import Candidate
+from fewbit.planning.settings import Option, Settings
 from fewbit.render.documents import Document
 from fewbit.render.formats import amount, digits, unit_of
 from fewbit.render.result import finite
@@ -98,6 +99,11 @@ class FastestFit(Document):
     front: tuple[FrontPoint, ...]
     notes: tuple[str, ...] = ()
     controller: Controller | None = field(default=None, compare=False)
+
+    @property
+    def candidate(self) -> Candidate:
+        """The choice as a `fewbit.Candidate`, which `fewbit.fits` and `fewbit.plan` measure."""
+        return self.settings.candidate
 
     @property
     def code(self) -> str:
@@ -233,7 +239,7 @@ def rows_of(settings: Settings, parts, options) -> tuple[FitBlocks, ...]:
             found[-1][2].append(place)
         else:
             found.append(([path], option, [place]))
-    rest = Option(settings.rest)
+    rest = settings.of_rest
     rows = [(_range(paths), option, places) for paths, option, places in found]
     rows.append(("rest", rest, list(range(0, len(parts), 2))))
     return tuple(

@@ -13,9 +13,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
 import fewbit
 from fewbit.errors import InputError
-from fewbit.fitting import costs, examination
-from fewbit.fitting.settings import RECOMPUTED, Option, Settings
-from fewbit.fitting.steps import RealSteps
+from fewbit.functional import losses
+from fewbit.planning import costs, examination
+from fewbit.planning.block_steps import RealBlockSteps
+from fewbit.planning.fake_steps import loss_of_output
+from fewbit.planning.settings import RECOMPUTED, Option, Settings
 
 MIB = 2**20
 WORDS, WIDTH = 200, 64
@@ -182,7 +184,7 @@ def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch):
     loss(model, batch).backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     before = [(type(module), dict(vars(module))) for module in model.modules()]
-    original, count = RealSteps.timeline, []
+    original, count = RealBlockSteps.timeline_of, []
 
     def interrupted(self, *args, **options):
         count.append(None)
@@ -191,7 +193,7 @@ def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch):
                 raise KeyboardInterrupt
         return original(self, *args, **options)
 
-    monkeypatch.setattr(RealSteps, "timeline", interrupted)
+    monkeypatch.setattr(RealBlockSteps, "timeline_of", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fit(model, batch, 6 * MIB)
     assert [(type(module), dict(vars(module))) for module in model.modules()] == before
@@ -275,3 +277,56 @@ def test_gradient_checkpointing_of_transformers_is_refused():
     with pytest.raises(InputError, match="for weights, gradients and AdamW alone"):
         fit(model, {"input_ids": ids, "labels": ids}, MIB, loss=None)
     assert model.model.layers[0].gradient_checkpointing  # as before the call
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own_loss", [True, False])
+def test_a_loss_in_chunks_is_chosen_if_the_logits_dominate(monkeypatch, own_loss):
+    """Below the bytes of two matrices of logits nothing else fits; the pasted code and the real step agree."""
+    monkeypatch.setattr(losses, "CHUNK", 2**17)
+    torch.manual_seed(0)
+    ids = torch.randint(4000, (4, 128))
+    if own_loss:
+        model, batch, function = Language(layers=2, dropout=0.0), ids, loss
+        model.embedding, model.head = nn.Embedding(4000, WIDTH), nn.Linear(WIDTH, 4000)
+    else:
+        config = tiny_models.llama()
+        config.vocab_size = 4000
+        model, function = LlamaForCausalLM(config), None
+        batch = {"input_ids": ids, "labels": ids}
+    model.train()
+    logits = 4 * ids.numel() * 4000
+    exact_peak = measured_peak(copy.deepcopy(model), batch, function or loss_of_output)
+    memory = exact_peak - logits
+    found = fit(model, batch, memory, loss=function)
+    assert found.settings.head in ("head", "lm_head")
+    assert f"chunk_loss_(model, {found.settings.head!r})" in found.code
+    assert "loss in chunks" in str(found)
+    real = measured_peak(copy.deepcopy(model), batch, function or loss_of_output)
+    assert real <= memory and found.peak == pytest.approx(real, rel=0.03)
+    loaded = fewbit.FastestFit.from_json(found.to_json())
+    assert loaded.settings == found.settings
+    assert fit(model, batch, 2 * exact_peak, loss=function).settings.head is None
+
+
+@pytest.mark.slow
+def test_fits_and_plan_measure_what_fit_applies():
+    """One notion of a setting: the settings of `fit_`, "exact", bits and a candidate, in all three."""
+    model, batch = language(layers=2, dropout=0.0)
+    paths = [f"encoder.layers.{number}" for number in range(2)]
+    settings = Settings({paths[0]: RECOMPUTED, paths[1]: Option(2)}, 4)
+    given = ["exact", 4, settings, fewbit.Candidate("own", 2)]
+    table = fewbit.fits(model, batch, loss, settings=given, progress=False)
+    assert [row.setting for row in table.rows][:2] == ["exact", "4 bits"]
+    plan = fewbit.plan(model, [batch, batch], loss, candidates=given, progress=False)
+    twin = copy.deepcopy(model)
+    settings.apply(twin)
+    expected = fewbit.saved_bytes(lambda: loss(twin, batch)).total
+    assert plan.rows[2].saved_bytes == expected
+    assert plan.rows[0].error == 0 and plan.rows[0].saved_bytes == plan.exact_bytes
+    loaded = fewbit.TrainingPlan.from_json(plan.to_json())
+    regions = [[row.candidate.checkpoints for row in one.rows] for one in (plan, loaded)]
+    assert regions[0] == regions[1] and regions[0][2][0].include == (paths[0],)
+    fresh = language(layers=2, dropout=0.0)[0]
+    fewbit.compress_(fresh, 2, verbose=False)  # the regions of the candidate before are gone
+    assert plan.rows[3].saved_bytes == fewbit.saved_bytes(lambda: loss(fresh, batch)).total

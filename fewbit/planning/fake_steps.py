@@ -7,10 +7,9 @@ changes neither the model nor the random state of torch, and a model on the meta
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -25,11 +24,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fewbit.analysis.gradients import hint_of_forward
 from fewbit.errors import InputError
-from fewbit.planning.storages import TRANSIENT, StorageTracker
+from fewbit.planning.storages import StorageTracker
+from fewbit.planning.timeline import LOSS, STEP, TRANSIENT, UPDATE, Event, Mark, Timeline
+from fewbit.planning.watching import watched
 from fewbit.runtime.interop.original_functions import functional as original_functional
 from fewbit.text import one_line
 
-PHASES = ("forward", "backward", "step")
 PARTS = ("weights", "gradients", "optimizer", "saved", "transient")
 """The roles of storages. "saved" are all storages that the forward pass leaves for the backward pass."""
 _NEEDS_VALUES = (
@@ -37,24 +37,6 @@ _NEEDS_VALUES = (
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
 )
-
-
-class StepMemory(NamedTuple):
-    """The bytes of one training step.
-
-    Attributes:
-        peak: the most bytes that exist at one moment.
-        parts: {one of PARTS: bytes at this moment}. The sum is `peak`.
-        phase: one of PHASES, in which this moment is.
-        saved: the bytes that the forward pass leaves for the backward pass, with the batch.
-        gradients: the bytes of all gradients of parameters.
-    """
-
-    peak: int
-    parts: dict[str, int]
-    phase: str
-    saved: int
-    gradients: int
 
 
 class FakeTraining:
@@ -70,8 +52,8 @@ class FakeTraining:
     Attributes:
         tracker: the mode that records the storages.
         model: the copy of the model.
-        state_bytes, update_peak: after `step`, the bytes of the optimizer's state, and the most bytes that existed during
-            the optimizer's step.
+        gradient_bytes: after `step`, the bytes of all gradients of parameters.
+        state_bytes: after `step`, the bytes of the optimizer's state.
 
     Raises:
         InputError: the model or the optimizer cannot be copied, or the optimizer cannot be made.
@@ -101,27 +83,49 @@ class FakeTraining:
         self._optimizer = _optimizer_of(optimizer, self.model, copies, on_gpu)
         self.tracker.claim([*self.model.parameters(), *self.model.buffers()], PARTS[0])
 
-    def step(self, batch) -> StepMemory:
+    def step(
+        self, batch, blocks: Sequence[nn.Module] = (), *, updates: bool = True, dim=0, size=None
+    ) -> Timeline:
         """Run one training step. In the first step, the optimizer makes its state.
 
         Args:
             batch: tensors in tuples, lists and mappings. Only their shapes and dtypes count.
+            blocks: modules of the copy whose passes are marked.
+            updates: whether the optimizer's step is run too.
+            dim: a dimension of the batch's tensors.
+            size: the size of this dimension in place of that of the batch, or None.
 
         Raises:
             InputError: the step cannot run on fake tensors, or the loss is not a scalar that depends on the model.
         """
         tracker = self.tracker
-        with self._passes(batch) as (saved, backward):
-            gradients, update, before = tracker.total("gradients"), tracker.moment, tracker.total()
-            self._update()
-            tracker.claim(tree_leaves(list(self._optimizer.state.values())), "optimizer")
-            self.state_bytes = tracker.total("optimizer")
-            self.update_peak = tracker.peak(update).size
-            self._growth = self.update_peak - before
-            peak = tracker.peak()
-        phase = PHASES[(peak.moment > backward) + (peak.moment > update)]
-        parts = {part: peak.parts.get(part, 0) for part in PARTS}
-        return StepMemory(peak.size, parts, phase, saved, gradients)
+        marks: list[tuple[int, Mark]] = []
+
+        def mark(kind, block=-1, inputs=()):
+            marks.append((tracker.moment, Mark(kind, block, tuple(tracker.keys_of(inputs)))))
+
+        self.model.zero_grad(set_to_none=True)
+        tracker.start()
+        with tracker, as_on_gpu(self._on_gpu), torch.enable_grad(), _refusing_values():
+            fake = _fake_batch(batch, dim, size, self.device)
+            tracker.add(tree_leaves(fake), TRANSIENT)
+            with watched(blocks, mark):
+                value = self._loss(self.model, fake)
+                _check_loss(value, self.model)
+                tracker.claim_transient("saved")
+                mark(LOSS)
+                value.backward()
+            tracker.claim([each.grad for each in self.model.parameters()], "gradients")
+            if updates:
+                self.gradient_bytes, before = tracker.total("gradients"), tracker.total()
+                mark(UPDATE)
+                self._update()
+                tracker.claim(tree_leaves(list(self._optimizer.state.values())), "optimizer")
+                self.state_bytes = tracker.total("optimizer")
+        found = tracker.timeline(marks)
+        if updates:
+            self._growth = found.peak(STEP).size - before
+        return found
 
     def _update(self) -> None:
         try:
@@ -135,25 +139,14 @@ class FakeTraining:
     def peak(self, batch, dim: int, size: int) -> int:
         """Return the peak of a step whose batch has another size in one dimension. Call this after `step`.
 
-        The optimizer does not run, because the bytes that it needs do not depend on the batch.
-
-        Args:
-            batch: as in `step`.
-            dim: the dimension.
-            size: the size of dimension `dim` in place of that of the batch.
+        The optimizer does not run, because the bytes that it needs do not depend on the batch. The arguments are those of
+        `step`.
         """
-        with self._passes(batch, dim, size):
-            return max(self.tracker.peak().size, self.tracker.total() + self._growth)
-
-    def events(self, batch, at_loss: Callable[[], None]) -> list[tuple]:
-        """Run a forward and a backward pass, and return the allocations and releases, as `StorageTracker.events`.
-
-        Args:
-            batch: as in `step`.
-            at_loss: called between the two passes.
-        """
-        with self._passes(batch, at_loss=at_loss):
-            return list(self.tracker.events)
+        found = self.step(batch, updates=False, dim=dim, size=size)
+        left = sum(found.existing.values()) + sum(
+            one.change for one in found.happened if isinstance(one, Event)
+        )
+        return max(found.peak().size, left + self._growth)
 
     def forward(self, batch, mode) -> None:
         """Run a forward pass within a dispatch mode, such as torch's counter of operations."""
@@ -161,27 +154,6 @@ class FakeTraining:
             fake = _fake_batch(batch, 0, None, self.device)
             with mode:
                 self._loss(self.model, fake)
-
-    @contextmanager
-    def _passes(self, batch, dim: int = 0, size: int | None = None, at_loss=lambda: None):
-        """Return a context manager that runs a forward and a backward pass, and enters the mode of fake tensors.
-
-        It yields the bytes that the forward pass leaves, and the moment at which the backward pass starts.
-        """
-        tracker = self.tracker
-        self.model.zero_grad(set_to_none=True)
-        tracker.start()
-        with tracker, as_on_gpu(self._on_gpu), torch.enable_grad(), _refusing_values():
-            fake = _fake_batch(batch, dim, size, self.device)
-            tracker.add(tree_leaves(fake), TRANSIENT)
-            value = self._loss(self.model, fake)
-            _check_loss(value, self.model)
-            tracker.claim_transient("saved")
-            saved, backward = tracker.total("saved"), tracker.moment
-            at_loss()
-            value.backward()
-            tracker.claim([each.grad for each in self.model.parameters()], "gradients")
-            yield saved, backward
 
     @property
     def optimizer_name(self) -> str:

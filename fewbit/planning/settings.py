@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fewbit.checkpointing import checkpoint_, uncheckpoint_
-from fewbit.compiler.compiling import undo_compile
+from fewbit.checkpointing import uncheckpoint_
 from fewbit.compress.compress import compress_
 from fewbit.compress.controller import Controller
 from fewbit.config import DEFAULT_BITS
-from fewbit.convert.swap import restore_
+from fewbit.convert.chunked_loss import unchunk_loss_
+from fewbit.planning.candidates import EXACT as EXACT_METHOD
+from fewbit.planning.candidates import Candidate, Regions
 from fewbit.sizes import counted
 
 
@@ -60,8 +61,29 @@ OPTIONS = (
 """The options of a block. The first is that of a block that fewbit does not change."""
 OFFLOADED = (Option(None, True, 8, True), Option(4, True, 8, True), Option(4, True, 4, True))
 """Further options of a block on a GPU."""
-REST = (None, 4, 2)
-"""The options for the rest of the model: the bits of all layers outside of blocks; None if they are exact."""
+BITS_OF_REST = (None, 4, 2)
+"""The bits of all layers outside of blocks; None if they are exact."""
+
+
+class Rest(NamedTuple):
+    """One way in which the rest of the model, outside of blocks, can save what its backward pass needs.
+
+    Attributes:
+        bits: the bits of all layers outside of blocks; None if they are exact.
+        head: the path of the linear layer whose loss is computed in chunks (`fewbit.chunk_loss_`); None if none is.
+    """
+
+    bits: int | None = None
+    head: str | None = None
+
+    @property
+    def name(self) -> str:
+        """A text for tables, such as `4 bits, loss in chunks`."""
+        return Option(self.bits).name + ", loss in chunks" * (self.head is not None)
+
+
+POLICY = "fit_"
+"""The name of the curve of these settings in a plan."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +93,34 @@ class Settings:
     Attributes:
         blocks: {path of a block: its option}.
         rest: the bits of all layers outside of blocks; None if they are exact.
+        head: as in `Rest`.
     """
 
     blocks: Mapping[str, Option]
     rest: int | None = None
+    head: str | None = None
+
+    @property
+    def of_rest(self) -> Rest:
+        """The option of the rest of the model."""
+        return Rest(self.rest, self.head)
+
+    @property
+    def candidate(self) -> Candidate:
+        """The candidate that applies the options."""
+        regions: dict[tuple, list[str]] = {}
+        for path, option in self.blocks.items():
+            if option.is_recomputed:
+                regions.setdefault((option.input_bits, option.offload), []).append(path)
+        calls = tuple(Regions(bits, tuple(paths), off) for (bits, off), paths in regions.items())
+        bits = {path: option.bits for path, option in self.blocks.items()}
+        if self.rest is None and not any(bits.values()):
+            return Candidate(POLICY, method=EXACT_METHOD, checkpoints=calls, head=self.head)
+        overrides = {"": None} if self.rest is None else {}
+        overrides |= {path: one for path, one in bits.items() if one != self.rest}
+        options = {"overrides": overrides} if overrides else {}
+        bits = self.rest or DEFAULT_BITS
+        return Candidate(POLICY, bits, options, checkpoints=calls, head=self.head)
 
     def apply(self, model: nn.Module, always: bool = False) -> Controller | None:
         """Undo earlier conversions and checkpoints of the model, and apply the options, in place.
@@ -86,64 +132,31 @@ class Settings:
         Returns:
             The controller of `compress_`; None if it is not called.
         """
-        undo_compile(model)
         uncheckpoint_(model)
-        restore_(model)
-        for arguments, paths in self._regions().items():
-            bits, offload = arguments
-            checkpoint_(model, bits, include=paths, offload=offload)
-        overrides = self._overrides()
-        if overrides is None:
-            if not always:
-                return None
-            overrides = {"": None}
-        return compress_(model, self.rest or DEFAULT_BITS, overrides=overrides, verbose=False)
-
-    def _regions(self) -> dict[tuple, list[str]]:
-        """Return {(bits, offload): paths} of the calls of `checkpoint_`."""
-        found: dict[tuple, list[str]] = {}
-        for path, option in self.blocks.items():
-            if option.is_recomputed:
-                found.setdefault((option.input_bits, option.offload), []).append(path)
-        return found
-
-    def _overrides(self) -> dict[str, int | None] | None:
-        """Return the argument `overrides` of `compress_`; None if nothing is compressed."""
-        bits = {path: option.bits for path, option in self.blocks.items()}
-        if self.rest is None and not any(bits.values()):
-            return None
-        whole = {"": None} if self.rest is None else {}
-        return whole | {path: one for path, one in bits.items() if one != self.rest}
+        unchunk_loss_(model)
+        controller = self.candidate.apply(model)
+        if controller is None and always:
+            controller = compress_(model, DEFAULT_BITS, overrides={"": None}, verbose=False)
+        return controller
 
     @property
     def code(self) -> str:
         """Python code that applies the options to a model named `model`, in plain calls of fewbit."""
-        lines = []
-        for (bits, offload), paths in self._regions().items():
-            rest = ", offload=True" * offload
-            lines.append(f"fewbit.checkpoint_(model, {bits}, include={paths}{rest})")
-        overrides = self._overrides()
-        if overrides is not None:
-            by_bits: dict[int | None, list[str]] = {}
-            for path, bits in overrides.items():
-                by_bits.setdefault(bits, []).append(path)
-            texts = [
-                f"{paths[0]!r}: {bits}" if len(paths) == 1 else f"**dict.fromkeys({paths}, {bits})"
-                for bits, paths in by_bits.items()
-            ]
-            given = f", overrides={{{', '.join(texts)}}}" if texts else ""
-            lines.append(f"fewbit.compress_(model, {self.rest or DEFAULT_BITS}{given})")
-        return "\n".join(lines)
+        return "\n".join(self.candidate.calls)
 
     def to_dict(self) -> dict:
         """Return the settings as plain JSON values."""
         blocks = {path: option._asdict() for path, option in self.blocks.items()}
-        return {"blocks": blocks, "rest": self.rest}
+        return {"blocks": blocks, "rest": self.rest, "head": self.head}
 
     @classmethod
     def from_dict(cls, values: Mapping) -> Settings:
         """Make settings from the values that `to_dict` returned."""
-        return cls({path: Option(**one) for path, one in values["blocks"].items()}, values["rest"])
+        return cls(
+            {path: Option(**one) for path, one in values["blocks"].items()},
+            values["rest"],
+            values.get("head"),
+        )
 
 
 def everywhere(paths: Iterable[str], option: Option, rest: int | None = None) -> Settings:

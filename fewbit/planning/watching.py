@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fewbit.fitting.timeline import BEGIN, END, ENTER, LEAVE
+from fewbit.planning.timeline import BEGIN, END, ENTER, LEAVE
 
 
 @contextmanager

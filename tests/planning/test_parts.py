@@ -9,12 +9,12 @@ from torch import nn
 
 import fewbit
 from fewbit.errors import InputError
-from fewbit.fitting import costs
-from fewbit.fitting.blocks import find_blocks
-from fewbit.fitting.choose import Part
-from fewbit.fitting.result import FastestFit, FrontPoint, rows_of
-from fewbit.fitting.settings import EXACT, OPTIONS, RECOMPUTED, Option, Settings, everywhere
-from fewbit.fitting.timeline import BEGIN, END, ENTER, LEAVE, LOSS, Event, Mark, Timeline
+from fewbit.planning import costs
+from fewbit.planning.blocks import find_blocks
+from fewbit.planning.choose import Part
+from fewbit.planning.fastest_fit import FastestFit, FrontPoint, rows_of
+from fewbit.planning.settings import EXACT, OPTIONS, RECOMPUTED, Option, Settings, everywhere
+from fewbit.planning.timeline import BEGIN, END, ENTER, LEAVE, LOSS, Event, Mark, Timeline
 
 WIDTH = 64
 
@@ -121,7 +121,7 @@ def test_bytes_by_hand():
         Mark(BEGIN, 2), Event("g", -50), Event("z", -4), Event("b", -7), Event("w", 30), Mark(END, 2), Mark(BEGIN, 7),
         Event("y", -3), Event("v", 20), Mark(END, 7), Event("x", -10),
     ]  # fmt: skip
-    timeline = Timeline(1000, steps)
+    timeline = Timeline({"weights": 1000}, steps)
     assert timeline.calls() == [7, 2]
     found = timeline.bytes_of([7, 2])
     assert found.saved.tolist() == [0, 15, 0, 14, 2]

@@ -1,4 +1,4 @@
-"""The bytes of the parts of a training step, computed from its allocations and releases.
+"""The bytes of a training step, computed from its allocations and releases: the one record of `plan`, `fits` and `fit_`.
 
 The parts of a step with n blocks are, in the order of the forward pass: gap 0 (what runs before the first block), block 0,
 gap 1, block 1, ..., block n - 1, gap n, which includes the loss. So gap g is part 2 g, and block j is part 2 j + 1.
@@ -6,20 +6,26 @@ gap 1, block 1, ..., block n - 1, gap n, which includes the loss. So gap g is pa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 ENTER, LEAVE, LOSS, BEGIN, END = "enter", "leave", "loss", "begin", "end"
-"""The marks of a step: a block's forward pass begins and ends, the loss is there, a block's backward pass begins and ends."""
+UPDATE = "update"
+"""The marks of a step: a block's forward pass begins and ends, the loss is there, a block's backward pass begins and ends,
+and the optimizer's step begins."""
+FORWARD, BACKWARD, STEP = PHASES = "forward", "backward", "step"
+TRANSIENT = "transient"
+"""The role of storages that no part of the training step has claimed: temporary results and gradients of activations."""
 
 
 class Event(NamedTuple):
     """An allocation or a release.
 
     Attributes:
-        key: an object that stands for the storage.
+        key: an object that stands for the storage. Its attribute `role`, if it has one, says what the storage is for.
         change: the bytes, negative for a release.
     """
 
@@ -31,8 +37,8 @@ class Mark(NamedTuple):
     """A mark.
 
     Attributes:
-        kind: one of ENTER, LEAVE, LOSS, BEGIN and END.
-        block: the number of the block, in the order in which `find_blocks` returned the blocks; -1 for LOSS.
+        kind: one of ENTER, LEAVE, LOSS, BEGIN, END and UPDATE.
+        block: the number of the block, in the order in which `find_blocks` returned the blocks; -1 for LOSS and UPDATE.
         inputs: of ENTER: the keys of the storages of the block's inputs.
     """
 
@@ -41,17 +47,47 @@ class Mark(NamedTuple):
     inputs: tuple = ()
 
 
-@dataclass
-class Timeline:
-    """A training step without the optimizer.
+class Peak(NamedTuple):
+    """The moment at which the existing storages have the most bytes.
 
     Attributes:
-        existing: the bytes that exist when the step begins.
+        size: the bytes of all storages.
+        parts: {role: bytes}. The sum is `size`.
+        phase: one of PHASES.
+    """
+
+    size: int
+    parts: dict[str, int]
+    phase: str
+
+
+@dataclass
+class Timeline:
+    """A training step, with or without that of the optimizer.
+
+    Attributes:
+        existing: {role: bytes} of the storages that exist when the step begins.
         happened: the events and marks in their order.
     """
 
-    existing: int
+    existing: Mapping[str, int]
     happened: list[Event | Mark] = field(default_factory=list)
+
+    def peak(self, phase: str | None = None) -> Peak:
+        """Return the peak of the step, or of one of its PHASES. Storages count by their latest role."""
+        parts, now = dict(self.existing), FORWARD
+        size = sum(parts.values())
+        best = Peak(size, dict(parts), now) if phase in (None, now) else Peak(-1, {}, now)
+        for one in self.happened:
+            if isinstance(one, Mark):
+                now = {LOSS: BACKWARD, UPDATE: STEP}.get(one.kind, now)
+            else:
+                size += one.change
+                role = getattr(one.key, "role", TRANSIENT)
+                parts[role] = parts.get(role, 0) + one.change
+            if size > best.size and phase in (None, now):
+                best = Peak(size, dict(parts), now)
+        return best
 
     def calls(self) -> list[int]:
         """Return the numbers of the blocks in the order in which the forward pass calls them, as often as it does."""
@@ -73,7 +109,7 @@ class Timeline:
         count = 2 * len(order) + 1
         saved, peak = np.zeros(count), np.zeros(count)
         living: dict[object, list] = {}  # {key: [bytes, part]}
-        total, part, is_forward = self.existing, 0, True
+        total, part, is_forward = sum(self.existing.values()), 0, True
         claimed = set()
         for one in self.happened:
             if isinstance(one, Event):
@@ -82,6 +118,8 @@ class Timeline:
                 entry[0] += one.change
                 if entry[0] <= 0:
                     del living[one.key]
+            elif one.kind == UPDATE:
+                break
             elif one.kind == LOSS:
                 for size, owner in living.values():
                     saved[owner] += size

@@ -14,27 +14,27 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fewbit.analysis.gradients import difference
+from fewbit.analysis.gradients import difference, squared
 from fewbit.analysis.progress import StepsProgress
+from fewbit.convert.chunked_loss import head_of
 from fewbit.errors import FewbitError, InputError
-from fewbit.fitting.blocks import find_blocks
-from fewbit.fitting.choose import Part
-from fewbit.fitting.costs import clock_of, costs_of
-from fewbit.fitting.settings import (
+from fewbit.planning.block_steps import FakeBlockSteps, OptimizerBytes, RealBlockSteps
+from fewbit.planning.blocks import find_blocks
+from fewbit.planning.choose import Part
+from fewbit.planning.costs import costs_of
+from fewbit.planning.settings import (
+    BITS_OF_REST,
     EXACT,
     OFFLOADED,
     OPTIONS,
     RECOMPUTED,
-    REST,
     Option,
+    Rest,
     Settings,
     everywhere,
 )
-from fewbit.fitting.steps import FakeSteps, OptimizerBytes, RealSteps
-from fewbit.fitting.timeline import ENTER, PartBytes
-from fewbit.fitting.watching import watched
+from fewbit.planning.timeline import PartBytes
 from fewbit.runtime.interop.module_calls import class_of
-from fewbit.runtime.saved.context import measuring
 
 ROUNDS = 3
 """The number of times that the step of each setting is timed."""
@@ -47,8 +47,15 @@ ALIKE = 0.02
 TIMED_BITS = 4
 """The bits whose time is measured. Those of others follow from the costs of the device."""
 EXACT_ARM = "blocks", EXACT
-TIMED = EXACT_ARM, ("blocks", Option(TIMED_BITS)), ("blocks", RECOMPUTED), ("rest", TIMED_BITS)
-"""The keys of the settings whose steps are timed."""
+TIMED = (
+    EXACT_ARM,
+    ("blocks", Option(TIMED_BITS)),
+    ("blocks", RECOMPUTED),
+    ("rest", Rest(TIMED_BITS)),
+)
+"""The keys of the settings whose steps are timed; also that with a loss in chunks."""
+LEAST_GAIN = 0.01
+"""The least part of the bytes during the loss by which a loss in chunks has to reduce them, to be an option."""
 COARSE, COARSE_INPUT = Option(2), Option(None, True, 8)
 """The options with which the errors of single blocks are measured."""
 
@@ -78,7 +85,7 @@ class Examination:
         repeated: the paths of modules that would be blocks, but are not called exactly once.
         options: the options of the blocks.
         uniform: {option: the measurement with this option in all blocks}.
-        rest: {bits: the measurement with exact blocks and these bits in the rest}, with None for exact.
+        rest: {option of the rest: the measurement with exact blocks and this option}.
         forward: the forward times of the blocks in seconds, (blocks,).
         shares: {COARSE or COARSE_INPUT: the shares of the blocks in the error of this option, (blocks,)}.
         optimizer: the bytes of the optimizer.
@@ -92,12 +99,12 @@ class Examination:
     failing: list[Settings]
     options: tuple[Option, ...]
     uniform: dict[Option, Measurement]
-    rest: dict[int | None, Measurement]
+    rest: dict[Rest, Measurement]
     forward: np.ndarray
     shares: dict[Option, np.ndarray]
     optimizer: OptimizerBytes
     update: int
-    steps: RealSteps | FakeSteps
+    steps: RealBlockSteps | FakeBlockSteps
     is_measured: bool
 
     @property
@@ -105,8 +112,8 @@ class Examination:
         """The measurement of the exact model."""
         return self.uniform[EXACT]
 
-    def parts(self, rest: int | None) -> list[Part]:
-        """Return the parts of a step for the solver, with some bits in the rest of the model."""
+    def parts(self, rest: Rest) -> list[Part]:
+        """Return the parts of a step for the solver, with some option in the rest of the model."""
         of_rest = self.rest[rest]
         added = of_rest.seconds - self.exact.seconds, of_rest.error
         gaps, blocks = range(len(self.paths) + 1), range(len(self.paths))
@@ -147,7 +154,7 @@ class Examination:
 
     def peak(self, settings: Settings) -> int:
         """Run a step with these settings, and return the most bytes that exist, with the optimizer's step."""
-        bytes_ = self.steps.timeline(settings).bytes_of(list(range(len(self.paths))))
+        bytes_ = self.steps.timeline_of(settings).bytes_of(list(range(len(self.paths))))
         return int(max(bytes_.peak.max(), self.update))
 
 
@@ -183,18 +190,21 @@ def examine(
     def steps_for(paths):
         arguments = sample, loss, memory.state, accumulates
         if is_real:
-            return RealSteps(model, [blocks[path] for path in paths], *arguments)
-        return FakeSteps(model, paths, *arguments, is_gpu(device), memory.gradients)
+            return RealBlockSteps(model, [blocks[path] for path in paths], *arguments)
+        return FakeBlockSteps(model, paths, *arguments, is_gpu(device), memory.gradients)
 
     paths = list(blocks)
-    calls = steps_for(paths).timeline(everywhere(paths, EXACT)).calls()
+    calls = steps_for(paths).timeline_of(everywhere(paths, EXACT)).calls()
     counts = Counter(calls)
     order = [paths[number] for number in calls if counts[number] == 1]
     repeated = [path for number, path in enumerate(paths) if counts[number] > 1]
     steps = steps_for(order)
     options = (*OPTIONS, *(OFFLOADED if device.type == "cuda" else ())) if order else (EXACT,)
+    head = head_of(model, tuple(order))
+    rests = [Rest(bits) for bits in BITS_OF_REST[1:]]
+    rests += [] if head is None else [Rest(bits, head) for bits in BITS_OF_REST]
     arms = {("blocks", option): everywhere(order, option) for option in options}
-    arms |= {("rest", bits): everywhere(order, EXACT, bits) for bits in REST[1:]}
+    arms |= {("rest", one): Settings(dict.fromkeys(order, EXACT), *one) for one in rests}
     bar = StepsProgress("fit_", progress)
     probes = 2 * min(PROBES, len(order)) if is_real else 0
     count = len(arms) + len(TIMED) * ROUNDS * is_real + probes
@@ -206,16 +216,21 @@ def examine(
             forward, shares = _measure(steps, arms, found, order, done)
         else:
             for key, settings in arms.items():
-                found[key] = Measurement(steps.timeline(settings).bytes_of(numbers))
+                if _is_useless(key, found):
+                    continue
+                found[key] = Measurement(steps.timeline_of(settings).bytes_of(numbers))
                 done()
             forward, shares = steps.forward_seconds(costs_of(here)), {}
     exact = found[EXACT_ARM]
+    useless = [key for key in arms if _is_useless(key, found)]
+    for key in useless:
+        found.pop(key, None)
     options = tuple(option for option in options if ("blocks", option) in found)
-    failing = [settings for key, settings in arms.items() if key not in found]
+    failing = [
+        settings for key, settings in arms.items() if key not in found and key not in useless
+    ]
     uniform = {option: found["blocks", option] for option in options}
-    rest = {None: exact} | {
-        bits: found["rest", bits] for bits in REST[1:] if ("rest", bits) in found
-    }
+    rest = {Rest(): exact} | {one: found["rest", one] for one in rests if ("rest", one) in found}
     update = memory.update(sample)
     examination = Examination(
         order,
@@ -244,20 +259,25 @@ def is_gpu(device: torch.device) -> bool:
 # -- Measuring -------------------------------------------------------------------------------------------------
 
 
-def _measure(steps: RealSteps, arms, found, paths, done) -> tuple[np.ndarray, dict]:
+def _measure(steps: RealBlockSteps, arms, found, paths, done) -> tuple[np.ndarray, dict]:
     """Measure bytes, errors and seconds. Return the forward times of the blocks, and their shares in errors."""
     numbers, exact, square = list(range(len(paths))), None, 1.0
-    times: dict = {key: [] for key in TIMED if key in arms}
+    times: dict = {
+        key: [] for key in arms if key in TIMED or (key[0] == "rest" and key[1].bits is None)
+    }
     forward: list[np.ndarray] = []
 
     def added_error():
-        total = _squared(difference(steps.gradient, exact)) / square
-        steps.gradient = None
+        total = squared(difference(steps.latest, exact)) / square
+        steps.latest = None
         return total
 
     for key, settings in arms.items():
+        if _is_useless(key, found):
+            times.pop(key, None)
+            continue
         try:
-            timeline = steps.timeline(settings, always=True)
+            timeline = steps.timeline_of(settings, always=True)
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except (RuntimeError, FewbitError):
@@ -267,16 +287,17 @@ def _measure(steps: RealSteps, arms, found, paths, done) -> tuple[np.ndarray, di
             continue  # the model cannot train with this option
         found[key] = Measurement(timeline.bytes_of(numbers))
         if exact is None:
-            exact, square = steps.gradient, _squared(steps.gradient)
+            exact, square = steps.latest, squared(steps.latest)
             if not square > 0 or not np.isfinite(square):
                 raise InputError(
                     f"loss: expected a gradient that is finite and not 0, got |g|^2 = {square}"
                 )
-        is_exact = settings.rest is None and key[1] in (EXACT, RECOMPUTED)
+        is_exact = settings.rest is None and (key[0] == "rest" or key[1] in (EXACT, RECOMPUTED))
         found[key].error = 0.0 if is_exact else added_error()
         done()
+    times = {key: values for key, values in times.items() if not _is_useless(key, found)}
     arms[EXACT_ARM].apply(steps.model)
-    _timed(steps)
+    steps.timed()
     start = time.perf_counter()
     for number in range(ROUNDS):
         if number and time.perf_counter() - start > LONGEST:
@@ -284,8 +305,8 @@ def _measure(steps: RealSteps, arms, found, paths, done) -> tuple[np.ndarray, di
         for key in times:
             arms[key].apply(steps.model)
             # From the second pass on, layers make some copies in the same pass as activations.
-            _timed(steps)
-            seconds, blocks = _timed(steps)
+            steps.timed()
+            seconds, blocks = steps.timed()
             times[key].append(seconds)
             if key == EXACT_ARM:
                 forward.append(blocks)
@@ -300,7 +321,7 @@ def _measure(steps: RealSteps, arms, found, paths, done) -> tuple[np.ndarray, di
             continue
         alone = []
         for block in probed:
-            steps.timeline(
+            steps.timeline_of(
                 Settings({**dict.fromkeys(paths, EXACT), paths[block]: option}), always=True
             )
             alone.append(added_error())
@@ -311,36 +332,24 @@ def _measure(steps: RealSteps, arms, found, paths, done) -> tuple[np.ndarray, di
     return np.min(forward, 0), shares
 
 
+def _is_useless(key: tuple, found: dict) -> bool:
+    """Return whether settings have a loss in chunks, and this is known to save nothing."""
+    kind, option = key
+    if kind != "rest" or option.head is None:
+        return False
+    chunked = found.get(("rest", Rest(None, option.head)))
+    if chunked is None:
+        return option.bits is not None  # the step with it raises an error
+    during = found[EXACT_ARM].bytes.alone[-1]
+    return during - chunked.bytes.alone[-1] < LEAST_GAIN * during
+
+
 def _added_seconds(values: list[float], exact: list[float]) -> float:
     """Return the median difference of two series of times that were measured in turns, at least 0.
 
     An option that seems to be faster than the exact model most likely owes this to other programs.
     """
     return max(median(a - b for a, b in zip(values, exact, strict=True)), 0.0)
-
-
-def _timed(steps: RealSteps) -> tuple[float, np.ndarray]:
-    """Return the seconds of a step, and those of the forward passes of the blocks."""
-    begun, seconds, clock = {}, np.zeros(len(steps.blocks)), clock_of(steps.device)
-
-    def mark(kind, block, _):
-        steps.wait()
-        if kind == ENTER:
-            begun[block] = clock()
-        elif block in begun:
-            seconds[block] = clock() - begun.pop(block)
-
-    with measuring():
-        steps.wait()
-        start = clock()
-        with watched(steps.blocks, mark):
-            steps.measured.gradient(steps.sample, 0)
-        steps.wait()
-        return clock() - start, seconds
-
-
-def _squared(gradient) -> float:
-    return float(sum(part.double().square().sum().item() for part in gradient))
 
 
 def _pooled(examination: Examination, blocks: dict[str, nn.Module]) -> np.ndarray:
@@ -391,6 +400,13 @@ def _fill_in(examination: Examination, device: torch.device) -> None:
                     sent = inputs / 4 * option.input_bits / 8
                     added += max(0.0, sent * costs.per_transferred_byte - forward)
         one.seconds = exact.seconds + added
-    for bits, one in examination.rest.items():
-        if not one.seconds:
-            one.seconds = exact.seconds + of_bits(bits, one, examination.rest.get(TIMED_BITS))
+    for rest, one in examination.rest.items():
+        if one.seconds:
+            continue
+        chunked = examination.rest[Rest(None, rest.head)]
+        if not chunked.seconds:  # fake tensors: the logits are computed again
+            chunked.seconds = exact.seconds
+        if rest.bits is not None:
+            timed = examination.rest.get(Rest(TIMED_BITS))
+            bits = examination.rest.get(Rest(rest.bits), one)
+            one.seconds = chunked.seconds + of_bits(rest.bits, bits, timed)

@@ -5,8 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from fewbit.fitting import choose as solver
-from fewbit.fitting.choose import Part, choose, peak_of, totals
+from fewbit.planning import choose as solver
+from fewbit.planning.choose import Part, choose, peak_of, totals
 
 
 def instance(seed):

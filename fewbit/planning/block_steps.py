@@ -1,0 +1,133 @@
+"""Training steps with given settings of the blocks, on real or on fake tensors, of which `fewbit.fit_` needs the bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fewbit.analysis.gradients import explained, tensors_of
+from fewbit.analysis.unchanged import unchanged
+from fewbit.planning.fake_steps import FakeTraining, loss_of_output
+from fewbit.planning.real_steps import RealSteps
+from fewbit.planning.settings import Settings
+from fewbit.planning.timeline import ENTER, STEP, Timeline
+from fewbit.planning.watching import watched
+from fewbit.runtime.saved.context import measuring
+
+
+class OptimizerBytes:
+    """The memory of an optimizer, measured in steps on fake tensors.
+
+    Attributes:
+        name: The class name of the optimizer.
+        state: The bytes of the optimizer's state.
+        gradients: The bytes of the gradients of all parameters.
+        step: The bytes that exist during the optimizer's step, without the state: weights, gradients, temporary tensors.
+    """
+
+    def __init__(self, model: nn.Module, optimizer, on_gpu: bool):
+        def loss(model, _):
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            return sum(p.sum().float() for p in parameters)
+
+        training = FakeTraining(model, lambda copy: None, loss, optimizer, on_gpu)
+        training.step(())
+        most = training.step(()).peak(STEP).size
+        self.name = training.optimizer_name
+        self.state, self.gradients = training.state_bytes, training.gradient_bytes
+        self.step = most - self.state
+
+    def update(self, sample) -> int:
+        """Return the bytes that exist during the optimizer's step of a training with this batch."""
+        return self.step + self.state + sum(tensor.nbytes for tensor in tensors_of(sample))
+
+
+class RealBlockSteps(RealSteps):
+    """Steps of the model itself, on its device. The model's parameters, gradients and buffers do not change.
+
+    Args:
+        model: the model.
+        blocks: its blocks.
+        sample: the batch.
+        loss: called as loss(model, batch); returns a scalar tensor.
+        state: the bytes of the optimizer's state.
+        accumulates: whether gradients exist before the step.
+
+    Attributes:
+        latest: the gradient of the latest step of `timeline_of`, a list of tensors.
+    """
+
+    latest: list[torch.Tensor] | None = None
+
+    def __init__(self, model, blocks, sample, loss, state: int, accumulates: bool):
+        super().__init__(model, loss or loss_of_output, 0)
+        self.blocks, self.sample = list(blocks), sample
+        self._state, self._accumulates = state, accumulates
+
+    def timeline_of(self, settings: Settings, always: bool = False) -> Timeline:
+        """Apply settings to the model, run one step, and return its timeline. `always` is that of `Settings.apply`."""
+        # Without the context of compress_, regions draw seeds from torch's generator, and dropout draws other masks.
+        settings.apply(self.model, always)
+        found, self.latest = self.timeline(self.sample, self.blocks, self._state, self._accumulates)
+        return found
+
+    def timed(self) -> tuple[float, np.ndarray]:
+        """Run a step. Return its seconds, and those of the forward passes of the blocks, (blocks,)."""
+        begun, seconds = {}, np.zeros(len(self.blocks))
+
+        def mark(kind, block, _):
+            self.wait()
+            if kind == ENTER:
+                begun[block] = self.clock()
+            elif block in begun:
+                seconds[block] = self.clock() - begun.pop(block)
+
+        with measuring(), watched(self.blocks, mark):
+            self.gradient(self.sample, 0)
+        return self.seconds, seconds
+
+
+class FakeBlockSteps:
+    """Steps of copies of the model on fake tensors.
+
+    Args:
+        model, sample, loss, state, accumulates: as in `RealBlockSteps`.
+        paths: the paths of the blocks.
+        on_gpu: whether attention takes the memory that it takes on a GPU.
+        gradients: the bytes of all gradients.
+    """
+
+    def __init__(self, model, paths, sample, loss, state, accumulates, on_gpu, gradients):
+        self._model, self._paths, self._sample, self._loss = model, list(paths), sample, loss
+        self._extra = {"optimizer": state, "gradients": gradients if accumulates else 0}
+        self._on_gpu = on_gpu
+
+    def timeline_of(self, settings: Settings) -> Timeline:
+        """Apply settings to a copy of the model, run one step, and return its timeline."""
+        training = self._training(settings.apply)
+        blocks = [training.model.get_submodule(path) for path in self._paths]
+        with unchanged({}, []), measuring(), explained(self._sample):
+            found = training.step(self._sample, blocks, updates=False)
+        return Timeline({**found.existing, **self._extra}, found.happened)
+
+    def _training(self, convert) -> FakeTraining:
+        return FakeTraining(self._model, convert, self._loss, torch.optim.SGD, self._on_gpu)
+
+    def forward_seconds(self, costs) -> np.ndarray:
+        """Return the times of the forward passes of the blocks that costs of a device imply, (blocks,)."""
+        training = self._training(lambda copy: None)
+        counted, begun = np.zeros(len(self._paths)), {}
+        blocks = [training.model.get_submodule(path) for path in self._paths]
+        counter = FlopCounterMode(display=False)
+
+        def mark(kind, block, _):
+            if kind == ENTER:
+                begun[block] = counter.get_total_flops()
+            elif block in begun:
+                counted[block] = counter.get_total_flops() - begun.pop(block)
+
+        with unchanged({}, []), watched(blocks, mark), explained(self._sample):
+            training.forward(self._sample, counter)
+        return counted * costs.per_flop

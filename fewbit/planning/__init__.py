@@ -14,5 +14,6 @@ and `watching` marks in a step where blocks begin and end.
 replaces the loss function's cross-entropy for `plan`, and `picture` draws. `largest` searches the largest size that fits.
 
 For `fit_`, `blocks` finds the repeated modules of a model, and `settings` has their options. `examination` measures every
-option with `block_steps`; `costs` estimates times of steps that cannot run. `choose` is the solver.
+option with `block_steps`; `costs` estimates times of steps that cannot run, and `processes` computes what a process of several
+holds. `choose` is the solver.
 """

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fewbit.analysis.gradients import explained, tensors_of
 from fewbit.analysis.unchanged import unchanged
 from fewbit.planning.fake_steps import FakeTraining, loss_of_output
+from fewbit.planning.processes import ALONE, Processes, ShardedWeights
 from fewbit.planning.real_steps import RealSteps
 from fewbit.planning.settings import Settings
 from fewbit.planning.timeline import ENTER, STEP, Timeline
@@ -39,9 +40,26 @@ class OptimizerBytes:
         self.state, self.gradients = training.state_bytes, training.gradient_bytes
         self.step = most - self.state
 
-    def update(self, sample) -> int:
-        """Return the bytes that exist during the optimizer's step of a training with this batch."""
-        return self.step + self.state + sum(tensor.nbytes for tensor in tensors_of(sample))
+    def update(self, sample, processes: Processes = ALONE) -> int:
+        """Return the bytes that exist in one process during the optimizer's step of a training with this batch."""
+        whole = self.step + self.state + processes.buckets(self.gradients)
+        batch = sum(tensor.nbytes for tensor in tensors_of(sample))
+        return whole // processes.shards + batch
+
+
+class _OfProcess:
+    """Computes the timeline of one process from that of the whole model. The arguments are those of `RealBlockSteps`."""
+
+    def __init__(self, model, blocks, processes: Processes, accumulates, gradients):
+        self._buckets, self._accumulates = processes.buckets(gradients), accumulates
+        self._sharded = (
+            ShardedWeights(model, blocks, processes.shards) if processes.shards > 1 else None
+        )
+
+    def __call__(self, whole: Timeline) -> Timeline:
+        if self._sharded is not None:
+            return self._sharded.timeline(whole, self._accumulates)
+        return Timeline({**whole.existing, "buckets": self._buckets}, whole.happened)
 
 
 class RealBlockSteps(RealSteps):
@@ -54,6 +72,8 @@ class RealBlockSteps(RealSteps):
         loss: called as loss(model, batch); returns a scalar tensor.
         state: the bytes of the optimizer's state.
         accumulates: whether gradients exist before the step.
+        processes: the processes that train the model.
+        gradients: the bytes of all gradients.
 
     Attributes:
         latest: the gradient of the latest step of `timeline_of`, a list of tensors.
@@ -61,17 +81,20 @@ class RealBlockSteps(RealSteps):
 
     latest: list[torch.Tensor] | None = None
 
-    def __init__(self, model, blocks, sample, loss, state: int, accumulates: bool):
+    def __init__(
+        self, model, blocks, sample, loss, state: int, accumulates: bool, processes: Processes, gradients
+    ):  # fmt: skip
         super().__init__(model, loss or loss_of_output, 0)
         self.blocks, self.sample = list(blocks), sample
         self._state, self._accumulates = state, accumulates
+        self._of_process = _OfProcess(model, self.blocks, processes, accumulates, gradients)
 
     def timeline_of(self, settings: Settings, always: bool = False) -> Timeline:
         """Apply settings to the model, run one step, and return its timeline. `always` is that of `Settings.apply`."""
         # Without the context of compress_, regions draw seeds from torch's generator, and dropout draws other masks.
         settings.apply(self.model, always)
         found, self.latest = self.timeline(self.sample, self.blocks, self._state, self._accumulates)
-        return found
+        return self._of_process(found)
 
     def timed(self) -> tuple[float, np.ndarray]:
         """Run a step. Return its seconds, and those of the forward passes of the blocks, (blocks,)."""
@@ -93,16 +116,19 @@ class FakeBlockSteps:
     """Steps of copies of the model on fake tensors.
 
     Args:
-        model, sample, loss, state, accumulates: as in `RealBlockSteps`.
+        model, sample, loss, state, accumulates, processes, gradients: as in `RealBlockSteps`.
         paths: the paths of the blocks.
         on_gpu: whether attention takes the memory that it takes on a GPU.
-        gradients: the bytes of all gradients.
     """
 
-    def __init__(self, model, paths, sample, loss, state, accumulates, on_gpu, gradients):
+    def __init__(
+        self, model, paths, sample, loss, state, accumulates, processes, gradients, on_gpu
+    ):
         self._model, self._paths, self._sample, self._loss = model, list(paths), sample, loss
         self._extra = {"optimizer": state, "gradients": gradients if accumulates else 0}
         self._on_gpu = on_gpu
+        blocks = [model.get_submodule(path) for path in paths]
+        self._of_process = _OfProcess(model, blocks, processes, accumulates, gradients)
 
     def timeline_of(self, settings: Settings) -> Timeline:
         """Apply settings to a copy of the model, run one step, and return its timeline."""
@@ -110,7 +136,7 @@ class FakeBlockSteps:
         blocks = [training.model.get_submodule(path) for path in self._paths]
         with unchanged({}, []), measuring(), explained(self._sample):
             found = training.step(self._sample, blocks, updates=False)
-        return Timeline({**found.existing, **self._extra}, found.happened)
+        return self._of_process(Timeline({**found.existing, **self._extra}, found.happened))
 
     def _training(self, convert) -> FakeTraining:
         return FakeTraining(self._model, convert, self._loss, torch.optim.SGD, self._on_gpu)

@@ -22,6 +22,7 @@ from fewbit.planning.block_steps import FakeBlockSteps, OptimizerBytes, RealBloc
 from fewbit.planning.blocks import find_blocks
 from fewbit.planning.choose import Part
 from fewbit.planning.costs import costs_of
+from fewbit.planning.processes import ALONE, Processes, largest
 from fewbit.planning.settings import (
     BITS_OF_REST,
     EXACT,
@@ -91,6 +92,7 @@ class Examination:
         optimizer: the bytes of the optimizer.
         update: the bytes that exist during the optimizer's step.
         steps: the object that runs steps.
+        processes: the processes that train the model.
         is_measured: whether seconds and errors are measured. If not, seconds are computed from costs, and errors are 0.
     """
 
@@ -105,6 +107,7 @@ class Examination:
     optimizer: OptimizerBytes
     update: int
     steps: RealBlockSteps | FakeBlockSteps
+    processes: Processes
     is_measured: bool
 
     @property
@@ -153,9 +156,45 @@ class Examination:
         return max(self.uniform[option].error, 0.0) * share
 
     def peak(self, settings: Settings) -> int:
-        """Run a step with these settings, and return the most bytes that exist, with the optimizer's step."""
-        bytes_ = self.steps.timeline_of(settings).bytes_of(list(range(len(self.paths))))
-        return int(max(bytes_.peak.max(), self.update))
+        """Run a step with these settings. Return the most bytes that exist in any process, with the optimizer's step."""
+        order = list(range(len(self.paths)))
+        bytes_ = self.processes.together(lambda: self.steps.timeline_of(settings).bytes_of(order))
+        return max(self.processes.all(int(max(bytes_.peak.max(), self.update))))
+
+    def agree(self) -> None:
+        """Take the largest bytes, seconds and errors of all processes, and the options that all have.
+
+        Raises:
+            InputError: the processes have different blocks.
+        """
+        others = self.processes.all(
+            (self.paths, self.uniform, self.rest, self.forward, self.shares, self.update)
+        )
+        if len(others) == 1:
+            return
+        paths, uniform, rest, forward, shares, update = zip(*others, strict=True)
+        if any(one != self.paths for one in paths):
+            raise InputError(
+                "parallel: expected the same blocks in all processes, got different ones"
+            )
+        self.uniform, self.rest = _largest_of(uniform), _largest_of(rest)
+        self.options = tuple(self.uniform)
+        self.forward, self.update = largest(list(forward)), max(update)
+        self.shares = {key: largest([one[key] for one in shares]) for key in self.shares}
+
+
+def _largest_of(tables: tuple[dict, ...]) -> dict:
+    """Return {key: the largest measurements of all tables that have the key}, for keys that all have."""
+    found = {}
+    for key in tables[0]:
+        if all(key in table for table in tables):
+            same = [table[key] for table in tables]
+            bytes_ = [largest([one.bytes[number] for one in same]) for number in range(2)]
+            seconds, error = (
+                largest([getattr(one, name) for one in same]) for name in ("seconds", "error")
+            )
+            found[key] = Measurement(PartBytes(*bytes_), seconds, error)
+    return found
 
 
 def examine(
@@ -168,6 +207,7 @@ def examine(
     which=None,
     is_real: bool = True,
     progress: bool = True,
+    processes: Processes = ALONE,
 ) -> Examination:
     """Measure every option of every block of a model. The model is changed in place, and restored by the caller.
 
@@ -180,6 +220,7 @@ def examine(
         which: glob patterns of the blocks, or None.
         is_real: whether steps may run on the model itself, if its tensors are real.
         progress: whether to show the progress.
+        processes: the processes that train the model.
     """
     parameters = list(model.parameters())
     device = parameters[0].device
@@ -188,10 +229,10 @@ def examine(
     blocks = find_blocks(model, which)
 
     def steps_for(paths):
-        arguments = sample, loss, memory.state, accumulates
+        arguments = sample, loss, memory.state, accumulates, processes, memory.gradients
         if is_real:
             return RealBlockSteps(model, [blocks[path] for path in paths], *arguments)
-        return FakeBlockSteps(model, paths, *arguments, is_gpu(device), memory.gradients)
+        return FakeBlockSteps(model, paths, *arguments, is_gpu(device))
 
     paths = list(blocks)
     calls = steps_for(paths).timeline_of(everywhere(paths, EXACT)).calls()
@@ -231,7 +272,7 @@ def examine(
     ]
     uniform = {option: found["blocks", option] for option in options}
     rest = {Rest(): exact} | {one: found["rest", one] for one in rests if ("rest", one) in found}
-    update = memory.update(sample)
+    update = memory.update(sample, processes)
     examination = Examination(
         order,
         repeated,
@@ -244,6 +285,7 @@ def examine(
         memory,
         update,
         steps,
+        processes,
         is_real,
     )
     examination.forward = _pooled(examination, blocks)

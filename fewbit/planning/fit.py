@@ -23,6 +23,7 @@ from fewbit.planning.choose import Part, choose, peak_of, totals
 from fewbit.planning.examination import Examination, examine, is_gpu
 from fewbit.planning.fastest_fit import FastestFit, FrontPoint, rows_of
 from fewbit.planning.fits import capacity_of
+from fewbit.planning.processes import Processes
 from fewbit.planning.settings import Option, Rest, Settings
 from fewbit.render import terminal
 from fewbit.render.formats import amount, digits, module_name
@@ -51,6 +52,7 @@ def fit_(
     error: float = ERROR,
     blocks: str | Iterable[str] | None = None,
     accumulates: bool = False,
+    parallel: str | None = None,
     progress: bool = True,
     verbose: bool = True,
 ) -> FastestFit:
@@ -76,6 +78,9 @@ def fit_(
             the same sample after the call.
         blocks: Glob patterns of the paths of the blocks. None: the modules of lists in which modules repeat.
         accumulates: Whether gradients of earlier batches exist when a step begins (gradient accumulation).
+        parallel: "ddp" or "fsdp" if all processes of torch.distributed call `fit_` and then wrap the model: in
+            DistributedDataParallel, or by `fully_shard` of each block and of the model. The peak is then that of a process, and
+            all processes take the same choice, by the smallest memory and the largest bytes, times and errors.
         progress: Whether to show a bar on standard error if the measurement takes longer than two seconds.
         verbose: Whether to print the result.
 
@@ -101,6 +106,8 @@ def fit_(
         raise InputError(f"accumulates: expected True or False, got {shorten(accumulates)}")
     if not size_of(sample):
         raise InputError("sample: expected at least one sample, got none")
+    processes = Processes.of(parallel)
+    capacity = min(processes.all(capacity))
     uncheckpoint_(model)
     unchunk_loss_(model)
     restore_(model)
@@ -112,7 +119,16 @@ def fit_(
         )
     with unchanged(dict(model.named_modules()), tensors_of(sample)):
         result = _chosen(
-            model, sample, capacity, optimizer, loss, error, blocks, accumulates, progress
+            model,
+            sample,
+            capacity,
+            optimizer,
+            loss,
+            error,
+            blocks,
+            accumulates,
+            processes,
+            progress,
         )
     result.controller = result.settings.apply(model)
     if verbose:
@@ -121,21 +137,28 @@ def fit_(
 
 
 def _chosen(
-    model, sample, capacity: int, optimizer, loss, error, blocks, accumulates, progress
+    model, sample, capacity: int, optimizer, loss, error, blocks, accumulates, processes, progress
 ) -> FastestFit:
     """Examine the model, and return the fastest choice that fits. The arguments are those of `fit_`."""
-    bytes_ = OptimizerBytes(model, optimizer, is_gpu(next(model.parameters()).device))
-    if bytes_.update(sample) > capacity:
-        raise InputError(_fixed_shortage(bytes_, sample, capacity))
+    bytes_ = processes.together(
+        partial(OptimizerBytes, model, optimizer, is_gpu(next(model.parameters()).device))
+    )
+    if max(processes.all(bytes_.update(sample, processes))) > capacity:
+        raise InputError(_fixed_shortage(bytes_, sample, capacity, processes))
     settings = {"accumulates": accumulates, "which": blocks, "progress": progress}
-    look = partial(examine, model, sample, loss, bytes_, **settings)
-    try:
-        found = look()
-    except (torch.OutOfMemoryError, MemoryError):
-        uncheckpoint_(model)
-        unchunk_loss_(model)
-        restore_(model)
-        found = look(is_real=False)
+    look = partial(examine, model, sample, loss, bytes_, processes=processes, **settings)
+
+    def examined() -> Examination:
+        try:
+            return look()
+        except (torch.OutOfMemoryError, MemoryError):
+            uncheckpoint_(model)
+            unchunk_loss_(model)
+            restore_(model)
+            return look(is_real=False)
+
+    found = processes.together(examined)
+    found.agree()
     search = Search(found, error)
     chosen = search.fastest(capacity)
     if chosen is None:
@@ -305,9 +328,9 @@ def _result(search: Search, chosen: Chosen, model, sample, capacity) -> FastestF
     )
 
 
-def _fixed_shortage(optimizer: OptimizerBytes, sample, capacity: int) -> str:
+def _fixed_shortage(optimizer: OptimizerBytes, sample, capacity: int, processes) -> str:
     """Return one line for a step whose weights, gradients and optimizer do not fit."""
-    least = max(optimizer.update(sample), capacity + 1)
+    least = max(optimizer.update(sample, processes), capacity + 1)
     helps = ["fewer trained parameters (LoRA)", "weights in 16 bits"]
     if optimizer.state:
         helps.insert(0, f"an optimizer without its state of {amount(optimizer.state)}")

@@ -27,7 +27,7 @@ from fewbit.errors import InputError
 from fewbit.planning.candidates import Candidate
 from fewbit.planning.costs import clock_of
 from fewbit.planning.loss import FewBitLoss
-from fewbit.planning.timeline import LOSS, Event, Mark, Timeline
+from fewbit.planning.timeline import LOSS, TRANSIENT, Event, Mark, Timeline
 from fewbit.planning.watching import watched
 from fewbit.runtime.interop.own_forward import ATTRIBUTES
 from fewbit.runtime.saved.context import measuring
@@ -160,14 +160,22 @@ class RealSteps(Measured):
             gradient = [
                 torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in parameters
             ]
+            dense = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
+            pointers = {grad.untyped_storage().data_ptr() for grad in dense}
         finally:
             for parameter, before in zip(parameters, gradients, strict=True):
                 parameter.grad = before
-        return Timeline(existing, _happened(profiler, marks, self.device)), gradient
+        return Timeline(existing, _happened(profiler, marks, self.device, pointers)), gradient
 
 
-def _happened(profiler, marks: list[tuple], device: torch.device) -> list:
-    """Return the events and marks of a profiled step in their order."""
+class _Allocation:
+    """An allocation of a profiled step, the key of its events."""
+
+    role = TRANSIENT
+
+
+def _happened(profiler, marks: list[tuple], device: torch.device, gradients: set[int]) -> list:
+    """Return the events and marks of a profiled step in their order. `gradients` has the pointers of gradients."""
     found = []
     nodes = list(profiler.profiler.kineto_results.experimental_event_tree())
     while nodes:
@@ -179,17 +187,20 @@ def _happened(profiler, marks: list[tuple], device: torch.device) -> list:
         elif node.name.startswith(_NAME):
             found.append((node.start_time_ns, None, int(node.name[len(_NAME) :])))
     found.sort(key=lambda one: one[0])
-    living, happened = {}, []
-    for number, (_, pointer, value) in enumerate(found):
+    living: dict[int, _Allocation] = {}
+    happened: list[Event | Mark] = []
+    for _, pointer, value in found:
         if pointer is None:
             kind, block, inputs = marks[value]
             keys = tuple(living[each] for each in inputs if each in living)
             happened.append(Mark(kind, block, keys))
         elif value > 0:
-            living[pointer] = number
-            happened.append(Event(number, value))
+            living[pointer] = _Allocation()
+            happened.append(Event(living[pointer], value))
         elif pointer in living:  # else the memory existed before the step
             happened.append(Event(living.pop(pointer), value))
+    for pointer in gradients & living.keys():
+        living[pointer].role = "gradients"
     return happened
 
 

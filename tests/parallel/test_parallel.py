@@ -9,6 +9,7 @@ import pytest
 from cases_checkpoint import CASES as CHECKPOINT
 from cases_context import CASES as CONTEXT
 from cases_data import CASES as DATA
+from cases_fit import CASES as FIT
 from cases_pipeline import CASES as PIPELINE
 from cases_policies import CASES as POLICIES
 from cases_tensor import CASES as TENSOR
@@ -21,6 +22,7 @@ FILES = {
     "cases_context": CONTEXT,
     "cases_checkpoint": CHECKPOINT,
     "cases_policies": POLICIES,
+    "cases_fit": FIT,
 }
 
 

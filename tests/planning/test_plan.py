@@ -519,6 +519,8 @@ def test_json_has_everything_back(tmp_path):
         "bits": {"kind": "fixed", "bits": 2},
         "options": {},
         "method": "compress_",
+        "checkpoints": [],
+        "head": None,
     }
     loaded = TrainingPlan.load(path)
     assert loaded.to_json() == found.to_json() and str(loaded) == str(found)

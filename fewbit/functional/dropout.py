@@ -136,8 +136,7 @@ class _Dropout(SavingFunction):
         plain = is_plain(x)
         is_simple = kind == "plain" and features is None
         found = computed.copies_of(x) if is_simple and (plain or is_abstract(x)) else []
-        fused = plain and kind == "plain" and features is None and not inplace
-        if fused and x.device.type in _FUSED:
+        if is_simple and plain and not inplace and x.device.type in _FUSED:
             y, mask = torch.native_dropout(x, p, True)
             ctx.encoding = mask_text(1.0 / (1.0 - p))
             packed = dense_ops.pack_op(layout.storage_order(mask.view(torch.uint8)), 1)
@@ -159,11 +158,11 @@ class _Dropout(SavingFunction):
     @staticmethod
     def backward(ctx, grad):
         (packed,) = ctx.saved_tensors
-        if ctx.shape is not None:
-            ones = torch.ones(ctx.shape, dtype=grad.dtype, device=grad.device)
-            grad = grad * _decode_mul(ones, packed, ctx)
+        if ctx.shape is None:
+            grad = _masked(ctx.encoding, ctx.stride, grad, packed)
         else:
-            grad = _decode_mul(grad, packed, ctx)
+            ones = torch.ones(ctx.shape, dtype=grad.dtype, device=grad.device)
+            grad = grad * _masked(ctx.encoding, ctx.stride, ones, packed)
         return grad, None, None, None, None
 
 
@@ -196,10 +195,6 @@ def _masked(encoding, stride, x, packed):
     if is_plain(x):
         return activation_ops.decode_mul(x, packed, Encoding.parse(encoding), stride)
     return activation_ops.decode_mul_op(x, packed, encoding, stride)
-
-
-def _decode_mul(grad, packed, ctx):
-    return _masked(ctx.encoding, ctx.stride, grad, packed)
 
 
 def _slope(p: float) -> float:

@@ -303,7 +303,7 @@ def _without_gain(candidates: list[_Candidate], settings: GraphSettings) -> set[
     for argument, rule in candidates:
         if rule is not None:
             x, key = argument.tensor, storage_of(argument.tensor)
-            bits[key] = bits.get(key, 0) + rule.bits(x, how) * x.numel()
+            bits[key] = bits.get(key, 0) + rule.bits(how) * x.numel()
             sizes[key] = 8 * x.untyped_storage().nbytes()
     return {key for key, size in sizes.items() if bits[key] * _LEAST_GAIN > size}
 

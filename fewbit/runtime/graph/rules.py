@@ -42,14 +42,16 @@ class Rule:
     Attributes:
         is_exact: whether the compression loses nothing.
         takes_constants: whether tensors that need no gradient are compressed as well.
+        exact_bits: the bits per element of the copy if `is_exact`.
     """
 
     is_exact = False
     takes_constants = False
+    exact_bits = 1
 
-    def bits(self, x: torch.Tensor, settings: RuleSettings) -> int:
-        """Return the bits per element of the copy of x, without the numbers of groups."""
-        raise NotImplementedError
+    def bits(self, settings: RuleSettings) -> int:
+        """Return the bits per element of the copy, without the numbers of groups."""
+        return self.exact_bits
 
     def compress(self, x: torch.Tensor, settings: RuleSettings) -> SavedTensors | None:
         """Return the copy of x, or None if this rule does not apply to it."""
@@ -63,7 +65,7 @@ class LinearRule(Rule):
     usual: str = ROTATED
     takes_constants: bool = False
 
-    def bits(self, x, settings):
+    def bits(self, settings):
         """Return the bits per element of the copy."""
         return settings.bits
 
@@ -100,7 +102,7 @@ class DerivativeRule(Rule):
     derivative: Callable
     inverse: Callable
 
-    def bits(self, x, settings):
+    def bits(self, settings):
         """Return the bits per element of the copy."""
         return settings.derivative_bits
 
@@ -113,19 +115,11 @@ class DerivativeRule(Rule):
         return SavedTensors(tensors, _InverseSpec(spec, self.inverse, x.dtype))
 
 
-class OneBit(Rule):
-    """The base of rules that save one bit per element and lose nothing."""
+@dataclass(frozen=True)
+class MaskRule(Rule):
+    """The argument is a mask of bools."""
 
     is_exact = True
-
-    def bits(self, x, settings):
-        """Return the bits per element of the copy."""
-        return 1
-
-
-@dataclass(frozen=True)
-class MaskRule(OneBit):
-    """The argument is a mask of bools."""
 
     def compress(self, x, settings):
         """Return the packed mask."""
@@ -136,8 +130,10 @@ class MaskRule(OneBit):
 
 
 @dataclass(frozen=True)
-class TwoValuedRule(OneBit):
+class TwoValuedRule(Rule):
     """The argument has two values, 0 and a positive number, as the factor of dropout. On a GPU it stays as it is."""
+
+    is_exact = True
 
     def compress(self, x, settings):
         """Return a packed bit for each element, or None if there are other values."""
@@ -151,8 +147,10 @@ class TwoValuedRule(OneBit):
 
 
 @dataclass(frozen=True)
-class PositiveRule(OneBit):
+class PositiveRule(Rule):
     """The gradient depends on the signs of the argument alone, as that of ReLU."""
+
+    is_exact = True
 
     def compress(self, x, settings):
         """Return the packed signs."""
@@ -161,11 +159,12 @@ class PositiveRule(OneBit):
 
 
 @dataclass(frozen=True)
-class InsideRule(OneBit):
+class InsideRule(Rule):
     """The gradient depends only on which elements are in an interval, as that of torch.clamp does."""
 
     least: float | None
     greatest: float | None
+    is_exact = True
 
     def compress(self, x, settings):
         """Return a packed bit for each element."""
@@ -190,10 +189,7 @@ class IndexRule(Rule):
     """
 
     is_exact = True
-
-    def bits(self, x, settings):
-        """Return the bits per element of the copy."""
-        return 16
+    exact_bits = 16
 
     def compress(self, x, settings):
         """Return the narrowed indices."""
@@ -210,10 +206,7 @@ class SizeRule(Rule):
     """The gradient depends on the size of the argument alone."""
 
     is_exact = True
-
-    def bits(self, x, settings):
-        """Return the bits per element of the copy."""
-        return 0
+    exact_bits = 0
 
     def compress(self, x, settings):
         """Return a copy without tensors."""

@@ -1,9 +1,7 @@
 """Gradient checkpointing whose regions save their inputs quantized.
 
-`torch.utils.checkpoint` saves the inputs of a region and computes the region again in the backward pass. `checkpoint`
-does the same, but saves the inputs with a few bits per element. The forward pass is exact. The recomputation starts from
-rounded inputs, so all tensors that it computes differ slightly from those of the forward pass, and so do the gradients.
-They are not exact in expectation, because a region is not linear in its inputs.
+The forward pass is exact. The recomputation starts from rounded inputs, so gradients differ slightly, and not only by noise: a region
+is not linear in its inputs.
 """
 
 from __future__ import annotations
@@ -80,17 +78,14 @@ def checkpoint(
 ) -> Result:
     """Compute function(*args, **kwargs), save the inputs quantized, and compute it again in the backward pass.
 
-    The result is that of torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs). The gradients
-    differ, because the backward pass computes the region from rounded inputs. Floating tensors among `args` that need a
-    gradient and have at least 1024 elements are quantized; other arguments, tensors in containers, `kwargs` and parameters
-    are saved as they are. Outside a converted model, the seed of the rounding is drawn from torch's generator first, so
-    dropout in the region draws other masks than with torch's function.
-    In compiled code, torch's own function runs, and nothing is quantized.
+    The result is that of torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs). Floating tensors among `args` that
+    need a gradient and have at least 1024 elements are quantized; other arguments, tensors in containers, `kwargs` and parameters are saved
+    as they are. Outside a converted model, the seed of the rounding is drawn from torch's generator first, so dropout draws other masks than
+    with torch's function. In compiled code, torch's own function runs, and nothing is quantized.
 
-    The second run decides as the first run did, although its inputs are rounded: integers, booleans and Python numbers that
-    the region computes from floating tensors are recorded, and used again. The second run does not change buffers, such as
-    running statistics, and reads the values that these had in the first run. Decisions and buffers of code that is compiled
-    within the region are not recorded.
+    The second run decides as the first run did: integers, booleans and Python numbers that the region computes from floating tensors are
+    recorded. It changes no buffers, such as running statistics, and reads the values that these had in the first run. Neither holds for code
+    that is compiled within the region.
 
     Args:
         function: the region, a function or module.
@@ -98,30 +93,22 @@ def checkpoint(
         bits: the bits per element, 1 to 8. With fewer than 8 bits, look at the error of the gradients first
             (docs/concepts/layers.md). None: torch's own function runs, and the inputs are saved as they are.
         group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
-        offload: whether the quantized inputs of a GPU are in the host's memory until the backward pass needs them. A side
-            stream copies them while the forward pass goes on, and back while the region after this one is computed again.
-            The inputs of the last region stay on the GPU. Tensors of other devices stay where they are.
+        offload: whether the quantized inputs of a GPU, except those of the last region, are in the host's memory until the backward pass
+            needs them. A side stream copies them.
         use_reentrant: False or None. The reentrant variant of torch's function is refused.
-        preserve_rng_state: whether the recomputation draws the same random numbers as the forward pass, as in torch. It must
-            be False while a CUDA graph is recorded.
+        preserve_rng_state: as in torch. It must be False while a CUDA graph is recorded.
         context_fn: as in torch. It may be a selective policy, functools.partial(create_selective_checkpoint_contexts, policy).
-        determinism_check: as in torch, "default" or "none". Shapes, dtypes and devices have to agree in both runs, although the
-            inputs of the second run are rounded.
+        determinism_check: as in torch, "default" or "none": whether shapes, dtypes and devices have to agree in both runs.
         debug: as in torch.
         early_stop: as in torch.
-        respect_saved_tensors_hooks: as in torch 2.14, whether tensors that a selective policy saves pass through the hooks on
-            saved tensors around the region. None stands for True in torch 2.14 and newer. Earlier versions have no such choice:
-            the tensors do not pass through the hooks.
+        respect_saved_tensors_hooks: as in torch 2.14, whether tensors that a selective policy saves pass through the hooks around the region.
+            None stands for True; before 2.14 they do not pass.
         **kwargs: the keyword arguments of `function`.
-
-    Returns:
-        The result of `function`.
 
     Raises:
         InputError: `function` cannot be called, or an argument is invalid.
-        GradientError: the region decides in a way that a second run from rounded inputs cannot repeat: it calls `rrelu` in
-            training mode, or decides within vmap or within torch.utils.checkpoint.checkpoint, or, in the backward pass,
-            decides at other places than in the first run.
+        GradientError: a second run from rounded inputs cannot repeat the region's decisions: it calls `rrelu` in training mode, decides
+            within vmap or within torch.utils.checkpoint.checkpoint, or, in the backward pass, at other places than in the first run.
     """
     if not callable(function):
         raise InputError(f"function: expected a function or module, got {type(function).__name__}")
@@ -158,12 +145,9 @@ def checkpoint_(
 ) -> None:
     """Make modules of a model checkpointed regions, in place, with `checkpoint` in place of torch's function.
 
-    Without `include`, the model is one of transformers. The layers that ``model.gradient_checkpointing_enable()``
-    checkpoints (in new versions of transformers, ``activation_checkpointing_enable``) then save their inputs quantized.
-    ``model.gradient_checkpointing_disable()`` undoes this.
-
-    With `include`, the model may be any module. Only the modules that `include` names change, so several calls may give
-    modules different bits. `uncheckpoint_` undoes this. The model may be compressed by `fewbit.compress_`, before or after.
+    Without `include`, the model is one of transformers, and the layers that ``model.gradient_checkpointing_enable()`` checkpoints save their
+    inputs quantized; ``model.gradient_checkpointing_disable()`` undoes this. With `include`, any model's modules of these names change, so
+    several calls may give modules different bits; `uncheckpoint_` undoes this. The model may be compressed before or after.
 
     Args:
         model: the model.
@@ -173,8 +157,7 @@ def checkpoint_(
         include: one or several glob patterns of dotted module paths, such as ``"layers.*"``. Each module that matches
             becomes a region, but not the modules inside it.
         offload: as in `checkpoint`.
-        **options: the other arguments of torch's function, as in `checkpoint`: `use_reentrant`, `context_fn`,
-            `determinism_check`, `debug`, `early_stop` and `respect_saved_tensors_hooks`.
+        **options: the other arguments of torch's function, as in `checkpoint`.
 
     Raises:
         InputError: an argument is invalid, `include` matches no module, or there is no `include` and the model has no method
@@ -209,11 +192,7 @@ def checkpoint_(
 
 
 def uncheckpoint_(model: nn.Module) -> None:
-    """Undo all calls of `checkpoint_`, in place.
-
-    Args:
-        model: the model.
-    """
+    """Undo all calls of `checkpoint_`, in place."""
     for module in model.modules():
         forward = vars(module).get("forward")
         if isinstance(forward, _RegionForward):
@@ -225,7 +204,7 @@ def uncheckpoint_(model: nn.Module) -> None:
 
 
 def _matching(model: nn.Module, include) -> list[nn.Module]:
-    """Return the modules that the argument `include` of `checkpoint_` names, without those inside of others."""
+    """Return the modules that `include` names, without those inside of others."""
     patterns = (include,) if isinstance(include, str) else include
     patterns = tuple(patterns) if isinstance(patterns, Iterable) else None
     if patterns is None or not all(isinstance(each, str) for each in patterns):
@@ -255,7 +234,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _make_region(module: nn.Module, function: Callable) -> None:
-    """Make calls of a module run its forward by `function`, a form of `checkpoint`."""
+    """Make calls of a module run its forward by `function`."""
     if any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__):
         # A layer of transformers calls the function itself, and keeps its cache of keys and values out of the region.
         setattr(module, CHECKPOINTING[0], True)
@@ -289,7 +268,6 @@ class _RegionForward(OwnForward):
 
 
 def _check(bits, group_size, offload) -> None:
-    """Raise InputError for an invalid value of an argument that both public functions have."""
     if bits is not None:
         check_bits(bits)
     check_group_size(group_size)
@@ -302,7 +280,7 @@ def _check(bits, group_size, offload) -> None:
 def _torch_options(
     use_reentrant=False, respect_saved_tensors_hooks=None, determinism_check="default", **options
 ) -> dict:
-    """Return the options for torch's function. Raise InputError for an option that is not supported."""
+    """Return the options for torch's function. Raise InputError for one that is not supported."""
     if use_reentrant:
         raise InputError(
             f"use_reentrant: expected False, got {shorten(use_reentrant)}, with which the region would get no gradients; "
@@ -334,11 +312,7 @@ def _enabling(model: nn.Module) -> Callable | None:
 
 
 class _CheckpointedRegion:
-    """A region: a function, its arguments with quantized tensors, and what the second run needs to know of the first run.
-
-    In the forward pass, the object calls the function with the arguments themselves. Later it calls the function with
-    the dequantized arguments.
-    """
+    """A region: a function, its arguments with quantized tensors, and what the second run needs to know of the first run."""
 
     def __init__(self, function, args, bits, group_size, preserves, offloads):
         self._function, self._args = function, args
@@ -388,12 +362,7 @@ class _CheckpointedRegion:
 
 
 def _hold(saved: list[SavedTensors], offloads: bool = False) -> Tensor:
-    """Return an empty tensor whose autograd node holds copies. Autograd saves them, so that hooks on saved tensors see them.
-
-    Args:
-        saved: the copies.
-        offloads: whether the tensors of quantized copies are moved to the host.
-    """
+    """Return an empty tensor whose autograd node holds copies, which hooks on saved tensors see."""
     moved = []
     if offloads:
         is_quantized = [not isinstance(copy.spec, copies.UnquantizedSpec) for copy in saved]
@@ -408,7 +377,7 @@ def _hold(saved: list[SavedTensors], offloads: bool = False) -> Tensor:
 
 
 class _Holder(Function):
-    """An autograd node that holds copies. It takes no part in the backward pass."""
+    """An autograd node that holds copies."""
 
     @staticmethod
     def forward(ctx, flag, saved):
@@ -420,7 +389,7 @@ class _Holder(Function):
 
 
 def _save(x: Tensor, number: int, bits: int, group_size: int) -> SavedTensors:
-    """Return a quantized copy of argument `number`, or the argument itself if it is not to be quantized."""
+    """Return a quantized copy of argument `number`, or the argument itself."""
     # Tensors without gradient are masks, positions or data, which exist anyway. A mask may contain -inf.
     is_large = x.dtype in FLOATING and x.layout is torch.strided and x.numel() >= LEAST_ELEMENTS
     if not (is_large and x.requires_grad) or isinstance(x, nn.Parameter) or not is_eager(x):

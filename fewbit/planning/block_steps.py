@@ -1,4 +1,4 @@
-"""Training steps with given settings of the blocks, on real or on fake tensors, of which `fewbit.fit_` needs the bytes."""
+"""Training steps with given settings of the blocks, on real or on fake tensors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class OptimizerBytes:
 
     Attributes:
         name: The class name of the optimizer.
-        state: The bytes of the optimizer's state.
+        state: The bytes of its state.
         gradients: The bytes of the gradients of all parameters.
-        step: The bytes that exist during the optimizer's step, without the state: weights, gradients, temporary tensors.
+        step: The bytes that exist during its step, without the state: weights, gradients, temporary tensors.
     """
 
     def __init__(self, model: nn.Module, optimizer, on_gpu: bool):
@@ -41,14 +41,14 @@ class OptimizerBytes:
         self.step = most - self.state
 
     def update(self, sample, processes: Processes = ALONE) -> int:
-        """Return the bytes that exist in one process during the optimizer's step of a training with this batch."""
+        """Return the bytes of one process during the optimizer's step of a training with this batch."""
         whole = self.step + self.state + processes.buckets(self.gradients)
         batch = sum(tensor.nbytes for tensor in tensors_of(sample))
         return whole // processes.shards + batch
 
 
 class _OfProcess:
-    """Computes the timeline of one process from that of the whole model. The arguments are those of `RealBlockSteps`."""
+    """Computes the timeline of one process from that of the whole model."""
 
     def __init__(self, model, blocks, processes: Processes, accumulates, gradients):
         self._buckets, self._accumulates = processes.buckets(gradients), accumulates
@@ -63,7 +63,7 @@ class _OfProcess:
 
 
 class RealBlockSteps(RealSteps):
-    """Steps of the model itself, on its device. The model's parameters, gradients and buffers do not change.
+    """Steps of the model itself. Its parameters, gradients and buffers do not change.
 
     Args:
         model: the model.
@@ -90,14 +90,14 @@ class RealBlockSteps(RealSteps):
         self._of_process = _OfProcess(model, self.blocks, processes, accumulates, gradients)
 
     def timeline_of(self, settings: Settings, always: bool = False) -> Timeline:
-        """Apply settings to the model, run one step, and return its timeline. `always` is that of `Settings.apply`."""
+        """Return the timeline of a step with these settings. `always` is that of `Settings.apply`."""
         # Without the context of compress_, regions draw seeds from torch's generator, and dropout draws other masks.
         settings.apply(self.model, always)
         found, self.latest = self.timeline(self.sample, self.blocks, self._state, self._accumulates)
         return self._of_process(found)
 
     def timed(self) -> tuple[float, np.ndarray]:
-        """Run a step. Return its seconds, and those of the forward passes of the blocks, (blocks,)."""
+        """Return the seconds of a step, and of the forward passes of the blocks, (blocks,)."""
         begun, seconds = {}, np.zeros(len(self.blocks))
 
         def mark(kind, block, _):
@@ -113,7 +113,7 @@ class RealBlockSteps(RealSteps):
 
 
 class FakeBlockSteps:
-    """Steps of copies of the model on fake tensors.
+    """Steps of copies of the model on fake tensors, with the arguments of `RealBlockSteps`.
 
     Args:
         model, sample, loss, state, accumulates, processes, gradients: as in `RealBlockSteps`.
@@ -131,7 +131,7 @@ class FakeBlockSteps:
         self._of_process = _OfProcess(model, blocks, processes, accumulates, gradients)
 
     def timeline_of(self, settings: Settings) -> Timeline:
-        """Apply settings to a copy of the model, run one step, and return its timeline."""
+        """Return the timeline of a step with these settings."""
         training = self._training(settings.apply)
         blocks = [training.model.get_submodule(path) for path in self._paths]
         with unchanged({}, []), measuring(), explained(self._sample):
@@ -142,7 +142,7 @@ class FakeBlockSteps:
         return FakeTraining(self._model, convert, self._loss, torch.optim.SGD, self._on_gpu)
 
     def forward_seconds(self, costs) -> np.ndarray:
-        """Return the times of the forward passes of the blocks that costs of a device imply, (blocks,)."""
+        """Return the times of the blocks' forward passes by costs of a device, (blocks,)."""
         training = self._training(lambda copy: None)
         counted, begun = np.zeros(len(self._paths)), {}
         blocks = [training.model.get_submodule(path) for path in self._paths]

@@ -16,11 +16,10 @@ _CONTAINERS = nn.Sequential, nn.ModuleList
 
 
 def find_blocks(model: nn.Module, which: str | Iterable[str] | None = None) -> dict[str, nn.Module]:
-    """Return {path: module} of the blocks of a model. No block is inside another one.
+    """Return {path: module} of the blocks of a model, none inside another.
 
-    A list of modules (`nn.ModuleList`, `nn.Sequential`) has blocks if at least two of its modules have parts of their own;
-    in a Sequential, two of these have to be of one class. A list inside a list, or inside a module whose class is called
-    a stage, is a list of blocks by itself.
+    A list (`nn.ModuleList`, `nn.Sequential`) has blocks if at least two of its modules have parts of their own, in a Sequential two of one
+    class. A list inside a list, or inside a stage, counts by itself.
 
     Args:
         model: the model.
@@ -37,7 +36,6 @@ def find_blocks(model: nn.Module, which: str | Iterable[str] | None = None) -> d
 
 
 def _search(module: nn.Module, path: str, found: dict) -> None:
-    """Add the blocks inside a module."""
     children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
     if not (isinstance(module, _CONTAINERS) and _is_repeated(module)):
         for inner, child in children:
@@ -62,7 +60,6 @@ def _is_repeated(container: nn.Module) -> bool:
 
 
 def _has_parts(module: nn.Module) -> bool:
-    """Return whether a module has modules of its own, and parameters."""
     return next(module.children(), None) is not None and next(module.parameters(), None) is not None
 
 

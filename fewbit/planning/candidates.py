@@ -1,4 +1,4 @@
-"""Candidates: the settings that `fewbit.plan`, `fewbit.fits` and `fewbit.fit_` measure and apply, and the defaults of `plan`."""
+"""Candidates: the settings that `fewbit.plan`, `fewbit.fits` and `fewbit.fit_` measure and apply."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ EXACT, CHECKPOINT = "exact", "checkpoint"
 METHODS = (
     "compress_", "replace_activations_", "checkpoint_", "cross_entropy", "compile", EXACT
 )  # fmt: skip
-"""The functions of fewbit with which a candidate may be applied. The first is the usual one."""
+"""The functions with which a candidate may be applied, the usual one first."""
 _UNSHOWN = {"sample", "verbose"}
-"""Options that do not distinguish candidates. A file does not contain them."""
+"""Options that do not distinguish candidates, and are not stored."""
 
 
 class Regions(NamedTuple):
@@ -61,7 +61,7 @@ class Regions(NamedTuple):
 
     @property
     def call(self) -> str:
-        """The call in Python, for a model named `model`."""
+        """The call in Python."""
         where = "" if self.include is None else f", include={list(self.include)}"
         return f"fewbit.checkpoint_(model, {self.bits}{where}{', offload=True' * self.offload})"
 
@@ -72,18 +72,14 @@ class Candidate:
 
     Attributes:
         policy: the name of the curve to which the point belongs.
-        bits: the argument `bits` of `fewbit.compress_`: a configuration, a number or None. A number or None is
-            converted to the configuration that it stands for. All methods but "compress_" take a whole number only.
+        bits: the argument `bits` of `fewbit.compress_`; with other methods only a whole number or None.
         options: other keyword arguments of the function that `method` names.
         method: how the candidate is applied:
 
             - "compress_": `fewbit.compress_`.
-            - "replace_activations_": `fewbit.replace_activations_`, so that only activations save fewer bytes (`bits`
-              None: 3).
-            - "checkpoint_": `fewbit.checkpoint_` before `compress_`, for a model of transformers. The inputs of
-              checkpointed layers have the same bits.
-            - "cross_entropy": `compress_`, and in the loss function `fewbit.functional.cross_entropy` with the same
-              bits in place of torch's.
+            - "replace_activations_": `fewbit.replace_activations_` (`bits` None: 3).
+            - "checkpoint_": `fewbit.checkpoint_` before `compress_`, with the same bits, for a model of transformers.
+            - "cross_entropy": `compress_`, and in the loss function `fewbit.functional.cross_entropy` with the same bits.
             - "compile": `fewbit.compile` in place of `compress_`.
             - "exact": nothing is compressed. `bits` has no effect.
         checkpoints: the calls of `fewbit.checkpoint_` that come first.
@@ -121,7 +117,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """A text that distinguishes the candidate from others with the same `policy`, such as `2 bits` or `e2=0.01`."""
+        """A text that distinguishes the candidate from others with the same `policy`, such as `2 bits`."""
         if self.method == EXACT:
             return CHECKPOINT if self.checkpoints else EXACT
         values = {field.name: getattr(self.bits, field.name) for field in fields(self.bits)}
@@ -149,18 +145,18 @@ class Candidate:
 
     @property
     def regions(self) -> tuple[Regions, ...]:
-        """The calls of `fewbit.checkpoint_`, also that of the method "checkpoint_"."""
+        """The calls of `fewbit.checkpoint_`."""
         of_method = (Regions(self.bits.bits),) if self.method == "checkpoint_" else ()
         return self.checkpoints + of_method
 
     @property
     def call(self) -> str:
-        """Python code that applies the candidate to a model named `model`, and assigns a compiled model to `model`."""
+        """Python code that applies the candidate to a model named `model`."""
         return "; ".join(self.calls)
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """The calls of `call`, one by one."""
+        """The calls of `call`."""
         first = () if self.head is None else (f"fewbit.chunk_loss_(model, {self.head!r})",)
         first += tuple(each.call for each in self.regions)
         if self.method == EXACT:
@@ -185,12 +181,8 @@ class Candidate:
     def apply(self, model: nn.Module) -> Controller | None:
         """Undo an earlier conversion of the model, if any, and convert the model in place.
 
-        With the method "cross_entropy", call `fewbit.functional.cross_entropy` in your loss function too. With the
-        method "compile", calls of the model run the compiled code, until another candidate is applied. Gradient
-        checkpointing that is enabled stays enabled.
-
-        Args:
-            model: the model, which changes in place.
+        With the method "cross_entropy", call `fewbit.functional.cross_entropy` in your loss function too. With "compile", calls of the model run
+        the compiled code. Gradient checkpointing that is enabled stays enabled.
 
         Returns:
             The controller; None with the methods "exact", "replace_activations_" and "compile", which have none.
@@ -214,7 +206,7 @@ class Candidate:
         return compress_(model, self.bits, **options)
 
     def to_dict(self) -> dict:
-        """Return the candidate as plain JSON values, without a sample. Options that JSON cannot represent become text."""
+        """Return plain JSON values, without a sample. Options that JSON cannot represent become text."""
         return {
             "policy": self.policy,
             "bits": self.bits.to_dict(),
@@ -228,14 +220,10 @@ class Candidate:
 
     @classmethod
     def from_dict(cls, values: Mapping) -> Candidate:
-        """Make a candidate from the values that `to_dict` returned.
-
-        Args:
-            values: the result of `to_dict`.
+        """Make a candidate from the result of `to_dict`.
 
         Raises:
-            InputError: a value is missing or has the wrong type, or the configuration has an unknown kind or an unknown
-                field, or lacks a field.
+            InputError: a value is missing or has the wrong type, or the configuration is not valid.
         """
         names = "policy", "bits", "options", "method"
         if not isinstance(values, Mapping) or not all(name in values for name in names):
@@ -276,7 +264,7 @@ def candidate_of(setting) -> Candidate:
 
 
 def _read(name: str, value):
-    """Return the option for which `_plain` returned a value."""
+    """Return the option for a value of `_plain`."""
     if name == "layers" and isinstance(value, Mapping):
         return LayerSettings.from_dict(value)
     if name == "overrides" and isinstance(value, Mapping):
@@ -291,9 +279,9 @@ class CandidateCurve(NamedTuple):
 
     Attributes:
         policy: the name of the curve.
-        config: a function that makes the configuration of a candidate from one of `values`.
+        config: makes the configuration of a candidate from one of `values`.
         values: the values, one for each candidate: numbers of bits, or bounds e2.
-        suits: a function of a model that returns whether the candidates are for this model.
+        suits: returns whether the candidates are for a model.
         needed: the words for such a model in error messages.
         options: the options of the candidates.
         method: the method of the candidates.
@@ -358,28 +346,12 @@ BITS_OF_ACTIVATIONS = (4, 3, 2)
 def default_candidates(
     model: nn.Module, policies: Iterable[str] | None = None
 ) -> tuple[Candidate, ...]:
-    """Return fewbit's own candidates for a model. `fewbit.plan` measures these if none are given.
-
-    The attribute `policy` of a candidate is one of these names:
-
-    - "fixed": all layers have the same bits (`FixedBits`).
-    - "shared": bits are divided among layers and samples (`AdaptiveBits`).
-    - "error-bound": bits follow from a bound on the gradient's error (`ErrorBound`).
-    - "pre-activation": norms and the layers after them save one tensor together (`PreActivationBits`).
-    - "recompute-linear": all layers have the same bits, and results of linear layers are computed again.
-    - "everything": all layers have the same bits, and what torch's other operations save is compressed too.
-    - "checkpoints": layers of a model of transformers are checkpointed regions with quantized inputs (`checkpoint_`).
-    - "cross-entropy": all layers have the same bits, and so does the loss function's cross-entropy. These candidates are
-      returned only if their name is given.
-    - "compile": `fewbit.compile`. These candidates, too, are returned only if their name is given, because compilation
-      may take minutes.
-    - "activations": only activation modules are compressed (`replace_activations_`). If the derivative of each of these
-      activations has only two values, as for ReLU, there is one candidate with 1 bit, which is exact.
+    """Return the candidates that `fewbit.plan` measures if none are given. docs/guides/plan.md explains their names.
 
     Args:
         model: the model that the candidates will convert.
-        policies: the names whose candidates are returned. None: all names that suit the model, but "cross-entropy" and
-            "compile".
+        policies: names of candidates: "fixed", "shared", "error-bound", "pre-activation", "recompute-linear", "everything", "checkpoints",
+            "cross-entropy", "compile" and "activations". None: all that suit the model, but "cross-entropy" and "compile".
 
     Raises:
         InputError: `policies` has a name that does not exist or does not suit this model.
@@ -419,11 +391,7 @@ def default_candidates(
 
 
 def check_candidates(candidates, name: str = "candidates") -> tuple[Candidate, ...]:
-    """Return a tuple of candidates from one setting or an iterable of settings, as `candidate_of` takes them.
-
-    Args:
-        candidates: the settings.
-        name: the name of the argument, for messages.
+    """Return a tuple of candidates from one setting or several. The argument is called `name` in messages.
 
     Raises:
         InputError: there are no candidates, or one of them is not valid.
@@ -439,7 +407,7 @@ def check_candidates(candidates, name: str = "candidates") -> tuple[Candidate, .
 
 
 def _code(name: str, value) -> str:
-    """Return Python code for an option. Layers with the same override are written in one list."""
+    """Return Python code for an option, with layers of one override in one list."""
     if name != "overrides" or not isinstance(value, Mapping):
         return repr(value)
     alike: list[tuple] = []
@@ -461,7 +429,7 @@ def _short(value) -> str:
 
 
 def _plain(value):
-    """Return a value in a form that JSON can represent: a configuration as its fields, and unknown objects as text."""
+    """Return a value for JSON: a configuration as its fields, and unknown objects as text."""
     if isinstance(value, LayerSettings | HostOffload):
         return value.to_dict()
     if isinstance(value, Mapping):

@@ -1,16 +1,13 @@
 """The exact solver of `fewbit.fit_`: one option for each part of a step, in the least time, within memory and error.
 
-A step runs its *parts* one after the other in the forward pass, and in the reverse order in the backward pass. Part u with
-option o leaves saved[u][o] bytes for the backward pass. While part u itself runs, in either pass, the step takes the bytes
-that the parts before u have left, and peak[u][o] bytes, in which everything else that exists then is included. So a choice
-fits if for every part u
+Part u with option o leaves saved[u][o] bytes for the backward pass. While it runs, in either pass, the step takes what the parts before
+u have left, and peak[u][o] bytes. So a choice fits if for every part u
 
     saved[0][o_0] + ... + saved[u-1][o_{u-1}] + peak[u][o_u] <= memory.
 
-The solver is a dynamic program over the parts. A *label* stands for a choice for the first parts: its bytes, error and
-seconds. A label is dropped if another one is at least as good in all three, or if a lower bound of the seconds of all choices
-that begin with it reaches the best known choice. The bound is that of a Lagrangian relaxation. If a part has too many labels,
-those with the largest bounds are dropped, and the least of these bounds limits what may have been lost.
+The solver is a dynamic program. A *label* stands for a choice for the first parts: its bytes, error and seconds. A label is dropped if
+another one is at least as good in all three, or if the Lagrangian lower bound of all choices that begin with it reaches the best known
+choice. If a part has too many labels, those with the largest bounds are dropped, and the least of these bounds limits what is lost.
 """
 
 from __future__ import annotations
@@ -23,9 +20,9 @@ import numpy as np
 MOST_LABELS = 4000
 """The largest number of labels of a part."""
 FEW_LABELS = 60
-"""The largest number of labels in the first search, whose result is the best known choice of the second one."""
+"""The same in the first search, whose result is the best known choice of the second."""
 ROUNDS = 60
-"""The number of rounds in which the multipliers of the relaxation are improved."""
+"""The rounds in which the multipliers are improved."""
 
 
 class Part(NamedTuple):
@@ -106,7 +103,7 @@ def totals(parts: list[Part], options) -> tuple[float, float]:
 
 
 class _Bounds:
-    """Lower bounds of the seconds of all parts from some part on, by several pairs of multipliers."""
+    """Lower bounds of the seconds of all parts from some part on."""
 
     def __init__(self, parts: list[Part], memory: float, error: float):
         # Every choice leaves at most so many bytes when the last part begins.
@@ -150,7 +147,7 @@ class _Bounds:
         return best
 
     def of(self, number: int, saved: np.ndarray, error: np.ndarray) -> np.ndarray:
-        """Return lower bounds of the seconds of parts `number` and later, for labels with these bytes and errors."""
+        """Return the bounds of parts `number` and later, for labels with these bytes and errors."""
         if number == len(self._seconds):
             return np.zeros(len(saved))
         room = np.stack([self._bytes - saved, self._error - error], 1) / self._scale
@@ -159,10 +156,7 @@ class _Bounds:
 
 
 def _search(parts, memory, error, bounds: _Bounds, most: int, limit: float) -> Choice | None:
-    """Return the best choice whose seconds are below the limit, with at most `most` labels for each part.
-
-    If there is no such choice, return one without options, or None if no label was dropped for its bound or number.
-    """
+    """Return the best choice below the limit, one without options if there is none, or None if no label was dropped."""
     saved = errors = seconds = np.zeros(1)
     lost, history = np.inf, []
     for number, part in enumerate(parts):
@@ -201,7 +195,7 @@ def _search(parts, memory, error, bounds: _Bounds, most: int, limit: float) -> C
 
 
 def _not_dominated(saved, errors, seconds, among: np.ndarray) -> np.ndarray:
-    """Return the labels for which no other label is at least as good in bytes, error and seconds."""
+    """Return the labels for which no other is at least as good in all three."""
     order = among[np.lexsort((errors[among], saved[among], seconds[among]))]
     front_saved: list[float] = []  # ascending, while the errors at the same places descend
     front_errors: list[float] = []

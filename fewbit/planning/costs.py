@@ -1,9 +1,4 @@
-"""Times of a training step that cannot run here, from a table of measured costs of the device.
-
-The table is measured once for each device and number of threads, in about two seconds, and cached. It has the seconds of a
-multiplication and addition in a matrix product, of a byte of other operations, and of an element that is quantized and
-dequantized, by bits.
-"""
+"""Times of a training step that cannot run here, from a table of measured costs of the device, which is cached."""
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ from fewbit.schema.documents import parse_json, read_text
 SCHEMA = "fewbit.costs/1"
 BITS = (8, 4, 3, 2)
 SIZE, WIDTH = 2**20, 1024
-"""The number of elements of the tensors of the calibration, and the width of its matrices."""
+"""The elements of the tensors of the calibration, and the width of its matrices."""
 SHORTEST = 0.05
 """The seconds for which each operation is repeated at least."""
 
@@ -49,11 +44,7 @@ class Costs:
 
 
 def costs_of(device: torch.device) -> Costs:
-    """Return the costs of a device, from the cache if they are there.
-
-    Args:
-        device: a device of this machine.
-    """
+    """Return the costs of a device of this machine, from the cache if they are there."""
     name, folder = _name_of(device), cache_folder("costs")
     path = None if folder is None else folder / f"costs-{_file_name(name)}.json"
     if path is not None and path.exists():
@@ -95,7 +86,7 @@ def calibrate(device: torch.device) -> Costs:
 
 
 def _seconds(function: Callable, device: torch.device) -> float:
-    """Return the least time of a call in seconds. Other programs only add time."""
+    """Return the least time of a call, to which other programs only add."""
     clock = clock_of(device)
     function()
     times, start = [], time.perf_counter()
@@ -109,10 +100,7 @@ def _seconds(function: Callable, device: torch.device) -> float:
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return the clock for operations on a device.
-
-    For a single thread, this is the clock of the processor's time, which does not run while other programs do.
-    """
+    """Return the clock for operations on a device, for a single thread that of the processor's time."""
     is_single = device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time if is_single else time.perf_counter
 
@@ -128,7 +116,7 @@ def _file_name(name: str) -> str:
 
 
 def _read(path, name: str) -> Costs | None:
-    """Return the costs in a file; None if the file is not one of this version for this device."""
+    """Return the costs in a file, or None if it is not one of this version for this device."""
     try:
         values = parse_json(read_text(path))
         if values.pop("schema") != SCHEMA or values.pop("version") != __version__:

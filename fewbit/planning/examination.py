@@ -38,15 +38,15 @@ from fewbit.planning.timeline import PartBytes
 from fewbit.runtime.interop.module_calls import class_of
 
 ROUNDS = 3
-"""The number of times that the step of each setting is timed."""
+"""The number of times that each setting is timed."""
 LONGEST = 90.0
 """The seconds after which no further round begins."""
 PROBES = 4
-"""The number of blocks in which the error of an option is measured alone, to divide the error of all blocks among them."""
+"""The number of blocks in which the error of an option is measured alone."""
 ALIKE = 0.02
-"""The relative difference of saved bytes up to which blocks of one class are taken for alike."""
+"""The relative difference of saved bytes up to which blocks of one class are alike."""
 TIMED_BITS = 4
-"""The bits whose time is measured. Those of others follow from the costs of the device."""
+"""The bits whose time is measured; other times follow from costs."""
 EXACT_ARM = "blocks", EXACT
 TIMED = (
     EXACT_ARM,
@@ -54,9 +54,9 @@ TIMED = (
     ("blocks", RECOMPUTED),
     ("rest", Rest(TIMED_BITS)),
 )
-"""The keys of the settings whose steps are timed; also that with a loss in chunks."""
+"""The keys of the settings that are timed."""
 LEAST_GAIN = 0.01
-"""The least part of the bytes during the loss by which a loss in chunks has to reduce them, to be an option."""
+"""The least part of the bytes during the loss by which chunks have to reduce them."""
 COARSE, COARSE_INPUT = Option(2), Option(None, True, 8)
 """The options with which the errors of single blocks are measured."""
 
@@ -93,7 +93,7 @@ class Examination:
         update: the bytes that exist during the optimizer's step.
         steps: the object that runs steps.
         processes: the processes that train the model.
-        is_measured: whether seconds and errors are measured. If not, seconds are computed from costs, and errors are 0.
+        is_measured: whether seconds and errors are measured, or computed from costs and 0.
     """
 
     paths: list[str]
@@ -116,7 +116,7 @@ class Examination:
         return self.uniform[EXACT]
 
     def parts(self, rest: Rest) -> list[Part]:
-        """Return the parts of a step for the solver, with some option in the rest of the model."""
+        """Return the parts of a step for the solver."""
         of_rest = self.rest[rest]
         added = of_rest.seconds - self.exact.seconds, of_rest.error
         gaps, blocks = range(len(self.paths) + 1), range(len(self.paths))
@@ -139,7 +139,7 @@ class Examination:
         return Part(*(np.array(values, dtype=float) for values in (saved, peak, seconds, error)))
 
     def _seconds(self, option: Option, block: int) -> float:
-        """Return the part of a block in the time that an option adds to the step."""
+        """Return a block's part of the time that an option adds."""
         added = self.uniform[option].seconds - self.exact.seconds
         if option.is_recomputed:
             shares = self.forward
@@ -156,7 +156,7 @@ class Examination:
         return max(self.uniform[option].error, 0.0) * share
 
     def peak(self, settings: Settings) -> int:
-        """Run a step with these settings. Return the most bytes that exist in any process, with the optimizer's step."""
+        """Run a step, and return the most bytes in any process, with the optimizer's step."""
         order = list(range(len(self.paths)))
         bytes_ = self.processes.together(lambda: self.steps.timeline_of(settings).bytes_of(order))
         return max(self.processes.all(int(max(bytes_.peak.max(), self.update))))
@@ -184,7 +184,7 @@ class Examination:
 
 
 def _largest_of(tables: tuple[dict, ...]) -> dict:
-    """Return {key: the largest measurements of all tables that have the key}, for keys that all have."""
+    """Return {key: the largest measurements}, for keys that all tables have."""
     found = {}
     for key in tables[0]:
         if all(key in table for table in tables):
@@ -209,7 +209,7 @@ def examine(
     progress: bool = True,
     processes: Processes = ALONE,
 ) -> Examination:
-    """Measure every option of every block of a model. The model is changed in place, and restored by the caller.
+    """Measure every option of every block of a model. The caller restores the model.
 
     Args:
         model: the model in training mode, without conversion.
@@ -302,7 +302,7 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def _measure(steps: RealBlockSteps, arms, found, paths, done) -> tuple[np.ndarray, dict]:
-    """Measure bytes, errors and seconds. Return the forward times of the blocks, and their shares in errors."""
+    """Measure everything. Return the blocks' forward times, and their shares in errors."""
     numbers, exact, square = list(range(len(paths))), None, 1.0
     times: dict = {
         key: [] for key in arms if key in TIMED or (key[0] == "rest" and key[1].bits is None)
@@ -375,7 +375,7 @@ def _measure(steps: RealBlockSteps, arms, found, paths, done) -> tuple[np.ndarra
 
 
 def _is_useless(key: tuple, found: dict) -> bool:
-    """Return whether settings have a loss in chunks, and this is known to save nothing."""
+    """Return whether a loss in chunks is known to save nothing."""
     kind, option = key
     if kind != "rest" or option.head is None:
         return False
@@ -387,15 +387,12 @@ def _is_useless(key: tuple, found: dict) -> bool:
 
 
 def _added_seconds(values: list[float], exact: list[float]) -> float:
-    """Return the median difference of two series of times that were measured in turns, at least 0.
-
-    An option that seems to be faster than the exact model most likely owes this to other programs.
-    """
+    """Return the median difference of times that were measured in turns, at least 0: faster than exact is chance."""
     return max(median(a - b for a, b in zip(values, exact, strict=True)), 0.0)
 
 
 def _pooled(examination: Examination, blocks: dict[str, nn.Module]) -> np.ndarray:
-    """Return the forward times, with the median of alike blocks in place of the time of each."""
+    """Return the forward times, with the median of alike blocks."""
     alike: dict[tuple, list[int]] = {}
     saved = examination.exact.bytes.saved[1::2]
     for number, path in enumerate(examination.paths):
@@ -411,7 +408,7 @@ def _pooled(examination: Examination, blocks: dict[str, nn.Module]) -> np.ndarra
 
 
 def _fill_in(examination: Examination, device: torch.device) -> None:
-    """Compute the seconds of options that were not timed, from those that were, and from the costs of the device."""
+    """Compute the seconds of options that were not timed."""
     costs = costs_of(device)
     exact, forward = examination.exact, float(examination.forward.sum())
     uniform = examination.uniform

@@ -1,8 +1,4 @@
-"""A training step on fake tensors, which shows how many bytes the same step takes with a model and a batch of real size.
-
-The model's parameters and buffers are replaced by fake tensors in a copy of the model, so a step takes no memory and
-changes neither the model nor the random state of torch, and a model on the meta device works like any other.
-"""
+"""A training step on fake tensors, which shows how many bytes a step takes with a model and a batch of real size."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ from fewbit.runtime.interop.original_functions import functional as original_fun
 from fewbit.text import one_line
 
 PARTS = ("weights", "gradients", "optimizer", "saved", "transient")
-"""The roles of storages. "saved" are all storages that the forward pass leaves for the backward pass."""
+"""The roles of storages. "saved" are all that the forward pass leaves."""
 _NEEDS_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -43,8 +39,8 @@ class FakeTraining:
     """A copy of a model whose parameters are fake tensors, with an optimizer.
 
     Args:
-        model: the model, which does not change.
-        convert: a function that changes the copy in place, for example compresses it.
+        model: the model, which does not change, perhaps on the meta device.
+        convert: changes the copy in place, for example compresses it.
         loss: called as loss(model, batch); returns a scalar tensor. None stands for `loss_of_output`.
         optimizer: a class or function that makes an optimizer from a list of parameters; or an optimizer of the model.
         on_gpu: whether torch's optimizers and attention take the memory that they take on a GPU (`as_on_gpu`).
@@ -137,11 +133,7 @@ class FakeTraining:
             ) from error
 
     def peak(self, batch, dim: int, size: int) -> int:
-        """Return the peak of a step whose batch has another size in one dimension. Call this after `step`.
-
-        The optimizer does not run, because the bytes that it needs do not depend on the batch. The arguments are those of
-        `step`.
-        """
+        """Return the peak of a step, without the optimizer's, whose batch has another size in one dimension. Call this after `step`."""
         found = self.step(batch, updates=False, dim=dim, size=size)
         left = sum(found.existing.values()) + sum(
             one.change for one in found.happened if isinstance(one, Event)
@@ -149,7 +141,7 @@ class FakeTraining:
         return max(found.peak().size, left + self._growth)
 
     def forward(self, batch, mode) -> None:
-        """Run a forward pass within a dispatch mode, such as torch's counter of operations."""
+        """Run a forward pass within a dispatch mode."""
         with self.tracker, as_on_gpu(self._on_gpu), torch.enable_grad(), _refusing_values():
             fake = _fake_batch(batch, 0, None, self.device)
             with mode:
@@ -162,13 +154,9 @@ class FakeTraining:
 
 
 def loss_of_output(model: nn.Module, batch) -> torch.Tensor:
-    """Call the model with a batch, and return its loss.
+    """Call the model with a batch, a tuple as positional and a mapping as keyword arguments, and return its loss.
 
-    A tuple or list is passed as positional arguments, a mapping as keyword arguments.
-
-    Returns:
-        The output if it is a scalar tensor; else its attribute `loss`, as models of transformers have it; else the sum
-        of the means of all floating tensors in the output.
+    It is the output if that is a scalar tensor, else its attribute `loss`, else the sum of the means of its floating tensors.
     """
     try:
         if isinstance(batch, torch.Tensor):
@@ -201,7 +189,7 @@ def loss_of_output(model: nn.Module, batch) -> torch.Tensor:
 
 
 def _fakes(model: nn.Module, mode: StorageTracker) -> dict[int, torch.Tensor]:
-    """Return {id of a parameter or buffer: fake tensor}. Tensors on the meta device become fake tensors on the CPU."""
+    """Return {id of a parameter or buffer: fake tensor}, on the CPU for the meta device."""
     found = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         if nn.parameter.is_lazy(tensor):
@@ -225,7 +213,7 @@ def _fakes(model: nn.Module, mode: StorageTracker) -> dict[int, torch.Tensor]:
 
 
 def _fake_batch(batch, dim: int, size: int | None, device: torch.device):
-    """Return a batch of fake tensors on a device. Within a fake mode, the tensors are fake without further ado."""
+    """Return a batch of fake tensors."""
     length = length_of(batch, dim) if size is not None else None
 
     def fake(leaf):
@@ -243,11 +231,7 @@ def _fake_batch(batch, dim: int, size: int | None, device: torch.device):
 
 
 def length_of(batch, dim: int) -> int:
-    """Return the size of dimension `dim` of the first tensor of a batch that has this dimension.
-
-    Raises:
-        InputError: no tensor has this dimension.
-    """
+    """Return the size of dimension `dim` of the first tensor that has it, or raise InputError."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > dim:
             return leaf.shape[dim]
@@ -258,7 +242,7 @@ def length_of(batch, dim: int) -> int:
 
 
 def _optimizer_of(optimizer, model: nn.Module, copies: dict[int, torch.Tensor], on_gpu: bool):
-    """Return an optimizer of the fake parameters. The arguments are those of `FakeTraining`."""
+    """Return an optimizer of the fake parameters."""
     if isinstance(optimizer, torch.optim.Optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(id(parameter) not in copies for parameter in parameters):
@@ -297,8 +281,7 @@ def _optimizer_of(optimizer, model: nn.Module, copies: dict[int, torch.Tensor], 
 def as_on_gpu(on_gpu: bool):
     """Return a context manager in which attention with dropout takes the memory of a GPU's fused kernels.
 
-    torch has no fused attention with dropout for the CPU, and saves the matrix of probabilities there. Without dropout,
-    the fused kernel of the CPU saves the same tensors as those of a GPU.
+    On the CPU, torch saves the probabilities of attention with dropout.
     """
     if not on_gpu:
         yield
@@ -322,7 +305,7 @@ def as_on_gpu(on_gpu: bool):
 
 @contextmanager
 def _refusing_values():
-    """Return a context manager that explains the errors of operations that need the values of tensors."""
+    """Return a context manager that explains errors of operations that need values."""
     try:
         yield
     except _NEEDS_VALUES as error:
@@ -333,7 +316,7 @@ def _refusing_values():
 
 
 def _check_loss(value, model: nn.Module) -> None:
-    """Raise InputError if the loss is not a scalar tensor that depends only on fake parameters."""
+    """Raise InputError if the loss is not a scalar of fake parameters alone."""
     if not isinstance(value, torch.Tensor):
         raise InputError(f"loss: expected a scalar tensor, got {type(value).__name__}")
     if value.numel() != 1 or not value.requires_grad:

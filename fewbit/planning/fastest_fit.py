@@ -67,8 +67,8 @@ class FastestFit(Document):
         optimizer: The class name of the optimizer.
         batch: The number of samples in the batch.
         memory: The bytes in which the step had to fit.
-        peak: The most bytes that exist in a step, measured in a step with the settings.
-        seconds: The time of a forward and a backward pass, as the examination predicts it.
+        peak: The measured most bytes in a step with the settings.
+        seconds: The predicted time of a forward and a backward pass.
         bound: A lower bound of this time for all choices that fit, by the examination.
         error: The predicted |g^ - g|^2 / |g|^2; NaN if not known.
         limit: The bound of the error.
@@ -102,22 +102,16 @@ class FastestFit(Document):
 
     @property
     def candidate(self) -> Candidate:
-        """The choice as a `fewbit.Candidate`, which `fewbit.fits` and `fewbit.plan` measure."""
+        """The choice as a `fewbit.Candidate`."""
         return self.settings.candidate
 
     @property
     def code(self) -> str:
-        """Python code that applies the choice to a model named `model`, in plain calls of fewbit."""
+        """Python code that applies the choice to a model named `model`."""
         return self.settings.code
 
     def apply(self, model: nn.Module) -> Controller | None:
-        """Apply the choice to a model whose blocks have the same paths, in place.
-
-        Args:
-            model: The model. Earlier conversions and checkpoints are undone.
-
-        Returns:
-            The controller of `compress_`; None if nothing is compressed.
+        """Apply the choice to a model, in place, and undo earlier conversions and checkpoints. Return the controller of `compress_`, or None.
 
         Raises:
             InputError: The model has no module at the path of a block. The model stays unchanged.
@@ -138,7 +132,7 @@ class FastestFit(Document):
 
     @property
     def title(self) -> str:
-        """One line: the peak, the time and the error, beside those of the exact model."""
+        """The peak, the time and the error, beside those of the exact model."""
         error = (
             ""
             if math.isnan(self.error)
@@ -153,11 +147,11 @@ class FastestFit(Document):
         return seconds / self.exact_seconds if self.exact_seconds else math.nan
 
     def records(self) -> list[dict]:
-        """Return a dict of plain values for each row of the table."""
+        """Return a dict for each row of the table."""
         return [asdict(row) for row in self.rows]
 
     def to_dict(self) -> dict:
-        """Return plain JSON values. An unknown error becomes None."""
+        """Return plain JSON values."""
         values = {
             one.name: getattr(self, one.name) for one in fields(self) if one.name != "controller"
         }
@@ -176,7 +170,7 @@ class FastestFit(Document):
         return cls(**(values | {"notes": tuple(values["notes"])}))
 
     def view(self) -> View:
-        """Return a table with a row for each run of blocks with one option."""
+        """Return a row for each run of blocks with one option."""
         unit = unit_of(max(row.saved for row in self.rows))
         columns = (
             Column("blocks", lambda row: row.blocks, "name", least=12),
@@ -229,7 +223,7 @@ def _applied(model: nn.Module, settings: Settings) -> Controller | None:
 
 
 def rows_of(settings: Settings, parts, options) -> tuple[FitBlocks, ...]:
-    """Return the rows of the table: one for each run of blocks with one option, and the rest."""
+    """Return a row for each run of blocks with one option, and the rest."""
     found: list[tuple[list[str], Option, list[int]]] = []
     for number, (path, option) in enumerate(settings.blocks.items()):
         place = 2 * number + 1
@@ -260,7 +254,7 @@ def _parent(path: str) -> str:
 
 
 def _range(paths: list[str]) -> str:
-    """Return a text for the paths of blocks that follow each other, such as `layers.0-5`."""
+    """Return `layers.0-5` for paths of blocks that follow each other."""
     first, last = paths[0], paths[-1]
     if len(paths) == 1:
         return first

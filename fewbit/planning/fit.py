@@ -30,15 +30,15 @@ from fewbit.render.formats import amount, digits, module_name
 from fewbit.text import shorten
 
 ERROR = 0.1
-"""The default bound of the error, as a part of the squared norm of the gradient."""
+"""The default bound of the error."""
 TOLERANCE = 0.002
-"""The part of the step's time by which the solver's result may be slower than the fastest one."""
+"""The part of the step's time by which the solver's result may be slower."""
 SLOWER = 0.02
 """The part of an exact step's time that a smaller error may cost."""
 ATTEMPTS = 6
-"""The number of choices of which the peak is measured, until one fits."""
+"""The number of choices whose peak is measured, until one fits."""
 POINTS, FEW_LABELS = 12, 300
-"""The number of points of the front, and of the labels of a part with which the solver finds them."""
+"""The number of points of the front, and of labels with which the solver finds them."""
 
 
 @whole_or_not_at_all
@@ -58,13 +58,10 @@ def fit_(
 ) -> FastestFit:
     """Choose what each block of a model saves so that a training step fits in memory in the least time, and apply it.
 
-    A block is a repeated module, such as a layer of a transformer. It may stay exact, save its tensors with 8, 4, 3 or 2 bits
-    per element, or be computed again in the backward pass from its inputs, which are exact, have 8 bits, or are on the host.
-    The rest of the model may be exact or have 4 or 2 bits, and its loss may be computed in chunks. The bytes, the time and the error of each of these options are
-    measured in steps on the sample: about 40 steps. Then the step with the chosen settings is run, and its peak is measured.
-    Steps leave the weights, gradients and buffers of the model and torch's random state as they were. A model on the meta
-    device, and one whose exact step takes more memory than the device has, is examined on fake tensors: times then follow
-    from measured costs of the device, and errors are not known.
+    A block is a repeated module, such as a layer of a transformer. docs/guides/fit.md lists its options. Their bytes, times and errors are
+    measured in about 40 steps on the sample, then the peak of the choice. Weights, gradients and buffers of the model and torch's random
+    state stay as they were. A model on the meta device, and one whose exact step takes more memory than the device has, is examined on fake
+    tensors: times then follow from measured costs of the device, and errors are not known.
 
     Args:
         model: A model in training mode on the device on which it will be trained, before DDP, FSDP and torch.compile. Earlier
@@ -80,7 +77,7 @@ def fit_(
         accumulates: Whether gradients of earlier batches exist when a step begins (gradient accumulation).
         parallel: "ddp" or "fsdp" if all processes of torch.distributed call `fit_` and then wrap the model: in
             DistributedDataParallel, or by `fully_shard` of each block and of the model. The peak is then that of a process, and
-            all processes take the same choice, by the smallest memory and the largest bytes, times and errors.
+            all processes take the same choice.
         progress: Whether to show a bar on standard error if the measurement takes longer than two seconds.
         verbose: Whether to print the result.
 
@@ -89,7 +86,7 @@ def fit_(
 
     Raises:
         InputError: An argument is not valid, the step does not run, or no choice fits. The message then says what is missing,
-            and what would help. The model stays unchanged if `fit_` raises an exception or is interrupted by Ctrl-C.
+            and what would help. The model stays unchanged after an exception or Ctrl-C.
     """
     check_verbose(verbose)
     capacity = capacity_of(memory, "memory")
@@ -139,7 +136,7 @@ def fit_(
 def _chosen(
     model, sample, capacity: int, optimizer, loss, error, blocks, accumulates, processes, progress
 ) -> FastestFit:
-    """Examine the model, and return the fastest choice that fits. The arguments are those of `fit_`."""
+    """Examine the model, and return the fastest choice that fits."""
     bytes_ = processes.together(
         partial(OptimizerBytes, model, optimizer, is_gpu(next(model.parameters()).device))
     )
@@ -189,7 +186,7 @@ class Chosen:
 
 
 def least_error(parts: list[Part], memory: float, seconds: float) -> tuple[int, ...] | None:
-    """Return the options with about the least error among those that fit and take at most these seconds."""
+    """Return options with about the least error that fit and take at most these seconds."""
     floors = [float(part.seconds.min()) for part in parts]
     swapped = [
         Part(part.saved, part.peak, part.error, part.seconds - floor)
@@ -200,12 +197,7 @@ def least_error(parts: list[Part], memory: float, seconds: float) -> tuple[int, 
 
 
 class Search:
-    """Searches settings of a model that was examined.
-
-    Args:
-        examination: the examination.
-        error: the bound of the error.
-    """
+    """Searches settings of an examined model, with `error` at most."""
 
     def __init__(self, examination: Examination, error: float):
         self.examination, self.error = examination, error
@@ -214,7 +206,7 @@ class Search:
     def solve(
         self, memory: float, most: int | None = None, error: float | None = None
     ) -> Chosen | None:
-        """Return the fastest choice by the examination, with a predicted peak, or None if no choice fits."""
+        """Return the fastest choice by the examination, or None if no choice fits."""
         if self.examination.update > memory:
             return None
         tolerance = TOLERANCE * self.examination.exact.seconds
@@ -256,7 +248,7 @@ class Search:
         return None
 
     def least(self, error: float | None = None) -> Chosen | None:
-        """Return the choice with about the smallest predicted peak, or None if no choice keeps within the error."""
+        """Return the choice with about the smallest predicted peak, or None."""
         high = 2 * max(self.examination.exact.bytes.peak.max(), self.examination.update)
         low, best = self.examination.update - 1, self.solve(high, FEW_LABELS, error)
         if best is None:
@@ -271,7 +263,7 @@ class Search:
         return best
 
     def front(self, chosen: Chosen) -> list[FrontPoint]:
-        """Return choices with more and with less memory, predicted, by ascending peak."""
+        """Return choices with more and with less memory, by ascending peak."""
         exact = self.examination.exact
         most = max(float(exact.bytes.peak.max()), self.examination.update)
         least = self.least()
@@ -329,7 +321,7 @@ def _result(search: Search, chosen: Chosen, model, sample, capacity) -> FastestF
 
 
 def _fixed_shortage(optimizer: OptimizerBytes, sample, capacity: int, processes) -> str:
-    """Return one line for a step whose weights, gradients and optimizer do not fit."""
+    """Return a line for a step whose weights, gradients and optimizer do not fit."""
     least = max(optimizer.update(sample, processes), capacity + 1)
     helps = ["fewer trained parameters (LoRA)", "weights in 16 bits"]
     if optimizer.state:
@@ -341,7 +333,7 @@ def _fixed_shortage(optimizer: OptimizerBytes, sample, capacity: int, processes)
 
 
 def _shortage(search: Search, sample, capacity: int) -> str:
-    """Return one line that says by how much a step does not fit, and what would help."""
+    """Return a line that says by how much a step does not fit, and what would help."""
     found, least, size = search.examination, search.least(), size_of(sample)
     if least is None:
         return f"error: expected a bound that some settings keep, got {search.error:g}"

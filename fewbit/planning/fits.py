@@ -26,10 +26,10 @@ from fewbit.sizes import parse_size
 from fewbit.text import one_line, shorten
 
 LEAST_BYTES = 2**20
-"""The least memory of a device. A smaller number is probably meant as a number of GiB."""
+"""The least memory of a device; a smaller number probably means GiB."""
 SETTINGS = (EXACT, 4, 2)
 _METHODS = ("compress_", "replace_activations_", "checkpoint_", EXACT)
-"""The methods of candidates that can run on fake tensors."""
+"""The methods of candidates that run on fake tensors."""
 
 
 def fits(
@@ -45,9 +45,8 @@ def fits(
 ) -> Fit:
     """Compute the memory that a training step takes, and the largest batch that fits in the memory of a device.
 
-    The step (forward pass, backward pass and the optimizer's step) runs on fake tensors, which have shapes but no
-    memory. So the model may be too large for this machine, for example on the meta device. The model and torch's random
-    state do not change. docs/guides/fits.md says what is counted.
+    The step runs on fake tensors, so the model may be too large for this machine. The model and torch's random state do not change.
+    docs/guides/fits.md says what is counted.
 
     Args:
         model: A model in training mode, compressed already or not. Its tensors may be real, fake or on the meta device.
@@ -62,15 +61,11 @@ def fits(
             device that is there, whose whole memory counts. If None, the result has only the bytes. With a size, or a
             device that is no CPU, torch's optimizers and attention take the memory that they take on a GPU.
         settings: The settings to compare. Each is "exact"; "checkpoint", which is exact with the gradient checkpointing
-            of transformers; a whole number of bits or a configuration with fixed bits, as `fewbit.compress_` takes it;
-            a `fewbit.Candidate`, or the result of `fewbit.fit_`. By default "exact", 4 and 2 bits, and for models of transformers that support it
-            "checkpoint".
+            of transformers; a whole number of bits or a configuration with fixed bits; a `fewbit.Candidate`, or the result of
+            `fewbit.fit_`. By default "exact", 4 and 2 bits, and for models of transformers that support it "checkpoint".
         sequence_dim: The dimension of the batch's tensors that has the sequence, for which the largest length is
             computed too, or None.
         progress: Whether to show a bar on standard error if the computation takes longer than two seconds.
-
-    Returns:
-        The bytes of a step by setting, and what fits.
 
     Raises:
         InputError: An argument is not valid, or the step cannot run on fake tensors, for example because an operation
@@ -153,7 +148,7 @@ class _Search:
         )
 
     def _largest(self, training, dim: int, size: int, peak: int, most: int | None = None):
-        """Return the largest size of a dimension with which a step fits. With `size`, it has the given peak."""
+        """Return the largest size of a dimension with which a step fits. `size` has the given peak."""
         peak_of = partial(_peak, training, self.batch, dim)
         found = largest(peak_of, size, peak, self.capacity, most)
         self.done()
@@ -161,7 +156,7 @@ class _Search:
 
 
 def _peak(training: FakeTraining, batch, dim: int, size: int) -> int | None:
-    """Return the peak of a step whose batch has another size in a dimension; None if the step does not run."""
+    """Return the peak of a step with another size of a dimension; None if the step does not run."""
     try:
         return training.peak(batch, dim, size)
     except Exception:  # for example, more tokens than the model has positions
@@ -172,11 +167,7 @@ def _peak(training: FakeTraining, batch, dim: int, size: int) -> int | None:
 
 
 def _given(settings, model: nn.Module) -> tuple[Candidate, ...]:
-    """Return the candidates of the settings, or the default ones if `settings` is None.
-
-    Raises:
-        InputError: a setting cannot be run on fake tensors.
-    """
+    """Return the candidates of the settings, or the default ones. Raise InputError for one that cannot run on fake tensors."""
     if settings is None:
         settings = [*SETTINGS, *([CHECKPOINT] if supports_checkpoints(model) else [])]
     found = check_candidates(settings, "settings")
@@ -199,7 +190,7 @@ def _given(settings, model: nn.Module) -> tuple[Candidate, ...]:
 
 
 def _name_of(candidate: Candidate) -> str:
-    """Return the name of a candidate in the table, such as `2 bits` or `own, 2 bits`."""
+    """Return the name of a candidate in the table, such as `2 bits`."""
     policy = candidate.policy
     if not policy and not isinstance(candidate.bits, FixedBits):
         policy = type(candidate.bits).__name__
@@ -215,12 +206,7 @@ def _convert(candidate: Candidate, model: nn.Module) -> None:
 
 
 def capacity_of(device, name: str = "device") -> int | None:
-    """Return the bytes of an argument that is a size, a number of bytes or a device; None for None.
-
-    Args:
-        device: the value of the argument.
-        name: the name of the argument, for messages.
-    """
+    """Return the bytes of a size, a number of bytes or a device; None for None. The argument is called `name` in messages."""
     if device is None:
         return None
     is_number = isinstance(device, int | float) and not isinstance(device, bool)
@@ -258,13 +244,12 @@ def capacity_of(device, name: str = "device") -> int | None:
 
 
 def _is_gpu(device, model: nn.Module) -> bool:
-    """Return whether the optimizer and attention should take the memory that they take on a GPU."""
     if device is None:
         return next(model.parameters()).device.type not in ("cpu", "meta")
     return not str(device).startswith("cpu")
 
 
 def _most_sequence(model: nn.Module) -> int | None:
-    """Return the longest sequence that the configuration of a model of transformers allows; None if there is no limit."""
+    """Return the longest sequence by the configuration of a model of transformers, or None."""
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 0 else None

@@ -14,8 +14,7 @@ from fewbit.render.view import Column, View
 class FitRow:
     """The memory of a training step with one setting, in bytes.
 
-    The fields `weights` to `transient` are the bytes at the moment at which the step takes the most memory. Their sum is
-    `peak`.
+    `weights` to `transient` are the bytes at the moment at which the step takes the most memory. Their sum is `peak`.
 
     Attributes:
         setting: The name of the setting, such as "exact" or "2 bits".
@@ -26,13 +25,11 @@ class FitRow:
         transient: All other tensors: temporary results, and gradients of activations.
         peak: The most bytes that exist at one moment.
         phase: "forward", "backward" or "step" (of the optimizer): the part of the training step in which this moment is.
-        all_gradients: The gradients of all parameters. At the moment of the peak, some may not exist.
-        all_saved: All tensors that the forward pass leaves for the backward pass, and the batch. At the moment of the
-            peak, some may have been freed.
+        all_gradients: The gradients of all parameters, also those that do not exist at this moment.
+        all_saved: All tensors that the forward pass leaves, also those that were freed before this moment.
         fits: Whether `peak` is at most the memory of the device; None without a device.
         largest_batch: The largest batch with which the step fits, 0 if not even one sample fits; None without a device.
-        largest_sequence: The largest length of sequences with which the step fits; None without a device, or if no
-            dimension has the sequence.
+        largest_sequence: The largest length of sequences with which the step fits, or None.
     """
 
     setting: str
@@ -57,10 +54,10 @@ class Fit(Result):
     Attributes:
         model: The class name of the model.
         optimizer: The class name of the optimizer.
-        device_bytes: The memory of the device in bytes; None if no device was given.
+        device_bytes: The memory of the device in bytes, or None.
         batch: The number of samples in the batch.
-        sequence: The length of the sequences in the batch; None if no dimension has the sequence.
-        most_sequence: The longest sequence that the model's configuration allows; None if it has no limit.
+        sequence: The length of the sequences in the batch, or None.
+        most_sequence: The longest sequence that the model's configuration allows, or None.
         rows: A `FitRow` for each setting.
     """
 
@@ -73,18 +70,18 @@ class Fit(Result):
     rows: tuple[FitRow, ...]
 
     def records(self) -> list[dict]:
-        """Return a dict of plain values for each setting."""
+        """Return a dict for each setting."""
         return [asdict(row) for row in self.rows]
 
     def to_dict(self) -> dict:
-        """Return the result as a dict of plain values."""
+        """Return plain values."""
         return asdict(self) | {"rows": self.records()}
 
     document = to_dict
 
     @property
     def title(self) -> str:
-        """One line: which settings fit, or without a device the peaks."""
+        """The settings that fit, or without a device the peaks."""
         start = f"{self.model}, batch {self.batch}"
         if self.sequence is not None:
             start += f" x {self.sequence}"
@@ -101,7 +98,7 @@ class Fit(Result):
         return f"{start}: fits in {size} with {_listed(fitting)}, but not with {_listed(others)}"
 
     def view(self) -> View:
-        """Return a table with a row for each setting."""
+        """Return a row for each setting."""
         unit = unit_of(max(row.peak for row in self.rows))
 
         def part(name):

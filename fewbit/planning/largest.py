@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 MOST_GROWTH = 64
-"""The largest factor by which the search increases a size at once."""
+"""The largest factor by which a size grows at once."""
 
 
 def largest(
@@ -15,21 +15,17 @@ def largest(
     capacity: int,
     most: int | None = None,
 ) -> int:
-    """Return the largest size whose peak is at most the capacity, so that the next size does not fit.
+    """Return the largest size whose peak is at most the capacity; 0 if size 1 does not fit.
 
-    The peak should grow with the size. The search keeps a size that fits and one that does not fit, and tries the size
-    at which a line through two peaks reaches the capacity. For a peak that is affine in the size, this takes about four
-    peaks. After four peaks, every second step halves the interval, so that the search also ends soon for other peaks.
+    The search tries the size at which a line through two peaks reaches the capacity, and after four peaks halves the interval in every
+    second step.
 
     Args:
-        peak: a function that returns the peak for a size in bytes, or None if the step does not run with this size.
+        peak: returns the peak for a size in bytes, or None if the step does not run. It should grow with the size.
         start: a size of at least 1 whose peak is known.
         first: the peak of this size in bytes.
         capacity: the bytes of the device.
         most: the largest size that is allowed, at least `start`; None if there is no limit.
-
-    Returns:
-        The size; 0 if size 1 does not fit.
     """
     low, high = (start, None) if first <= capacity else (0, start)  # `low` fits, `high` does not
     known, rounds = {start: first}, 0
@@ -49,7 +45,7 @@ def largest(
 
 
 def _next(known: dict[int, int], low: int, high: int | None, capacity: int, rounds: int) -> int:
-    """Return the next size to try. The arguments are the local variables of `largest`."""
+    """Return the next size to try."""
     guess = _crossing(known, low, high, capacity)
     if high is None:
         return max(low + 1, min(guess or 2 * low, MOST_GROWTH * low))
@@ -59,7 +55,7 @@ def _next(known: dict[int, int], low: int, high: int | None, capacity: int, roun
 
 
 def _crossing(known: dict[int, int], low: int, high: int | None, capacity: int) -> int | None:
-    """Return the size at which a line through the two nearest known peaks reaches the capacity, None if there is none."""
+    """Return the size at which a line through the two nearest peaks reaches the capacity, or None."""
     sizes = sorted(known)
     if high in known and low in known:
         first, second = low, high

@@ -12,9 +12,7 @@ from fewbit.functional import cross_entropy
 
 
 class FewBitLoss(TorchFunctionMode):
-    """Runs `fewbit.functional.cross_entropy` in place of torch's.
-
-    torch's random state does not change, so that dropout is the same as with torch's function.
+    """Runs `fewbit.functional.cross_entropy` in place of torch's. torch's random state does not change.
 
     Args:
         bits: the bits per saved probability, 1 to 8.
@@ -38,7 +36,7 @@ class FewBitLoss(TorchFunctionMode):
 
 @contextmanager
 def _seeded(device: torch.device, seed: int):
-    """Return a context manager that seeds the generator of one device, and restores it when the block ends."""
+    """Return a context manager that seeds the generator of one device, and restores it."""
     if device.type == "cpu":
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(seed)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MOST_LABEL = 18
 """The largest number of characters of a label."""
 DECADES = 8
-"""The largest number of powers of ten that the errors in the picture span."""
+"""The largest number of powers of ten that the picture spans."""
 TICKS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), tuple(i / 10 for i in range(10, 100)))
 LEAST_TICKS = 4
 MARGIN = 1.05
@@ -30,11 +30,10 @@ MARKERS = "osD^vPX"
 
 
 def draw_plan(figure, plan: TrainingPlan) -> None:
-    """Draw a curve for each policy into an empty figure: gradient error against saved bytes, both axes logarithmic.
+    """Draw a curve for each policy: gradient error against saved bytes, both axes logarithmic.
 
-    A solid horizontal line marks the variance between minibatches. A dashed one marks the largest error with which a
-    candidate may be recommended (`plan.limit`). A ring marks the recommended candidate. Errors that are 0 or too small
-    for the picture are drawn at the lower edge.
+    A solid line marks the variance between minibatches, a dashed one `plan.limit`, and a ring the recommended candidate. Errors that are
+    too small are drawn at the lower edge.
     """
     from matplotlib.colors import to_rgb
 
@@ -94,7 +93,7 @@ def draw_plan(figure, plan: TrainingPlan) -> None:
 
 
 def _mark(axis, low: float, high: float) -> None:
-    """Set ticks at round numbers between `low` and `high`, with as few ticks per power of ten as make LEAST_TICKS."""
+    """Set ticks at round numbers, with as few per power of ten as make LEAST_TICKS."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in TICKS:
         ticks = [factor * 10.0**decade for decade in decades for factor in factors]

@@ -1,13 +1,10 @@
 """`fewbit.plan`: the saved bytes and gradient errors of several settings of `compress_`, measured before a long run.
 
-Let g be the exact gradient of a batch, and g^ the gradient of the same batch with a setting. g^ differs from pass to
-pass, because rounding is random. The error of the setting is
+With the exact gradient g of a batch and the gradient g^ of the same batch with a setting, the error of the setting is
 
-    error = E|g^ - g|^2 = variance + |bias|^2,
+    error = E|g^ - g|^2 = variance + |bias|^2.
 
-in units of the gradient squared. The plan compares the error with the variance of g between minibatches. If the error
-is small relative to that variance, the setting hardly changes the information in a step of stochastic gradient descent
-(ActNN, section 3.2). The error is not divided by |g|^2 of its batch: once a model is trained, |g|^2 differs much
+It is compared with the variance of g between minibatches (ActNN, section 3.2), and not divided by |g|^2 of its batch, which differs much
 more from batch to batch than the error does.
 """
 
@@ -51,13 +48,10 @@ from fewbit.runtime.saved.context import measuring
 from fewbit.sizes import counted
 
 ADAPTING_STEPS = 3
-"""The number of steps, without an update of the weights, before a candidate whose bits adapt is measured.
-
-The first two steps are measured, and in the third bits are chosen from both measurements.
-"""
+"""The steps, without an update of the weights, before a candidate whose bits adapt is measured: two measured ones, and one that chooses."""
 
 LARGE = 0.9
-"""Default candidates include those of "cross-entropy" if they save at most this part of the bytes of "fixed"."""
+""""cross-entropy" is a default if it saves at most this part of the bytes of "fixed"."""
 
 
 def plan(
@@ -74,17 +68,15 @@ def plan(
 ) -> TrainingPlan:
     """Measure saved bytes and gradient errors for settings of `compress_` before a long run, and recommend a setting.
 
-    The model and torch's random state do not change. With bits that adapt during training (`AdaptiveBits`,
-    `ErrorBound`), three steps without an update of the weights come first, in which the bits are chosen. For each
-    candidate the measurement runs about draws * batches forward and backward passes. The measurement takes the memory
-    of a copy of the model and of three gradients.
+    The model and torch's random state do not change. With bits that adapt during training (`AdaptiveBits`, `ErrorBound`), three steps without
+    an update of the weights come first. Each candidate takes about draws * batches forward and backward passes, and the memory of a copy of
+    the model and of three gradients.
 
     Args:
         model: A model in training mode, compressed already or not.
         batch: A tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable, is
-            several batches. Give 4 batches or more, so that standard errors show how errors differ between batches. If
-            the model has batch norm, give several batches in any case: parts of a single batch have batch statistics of
-            their own, so the variance between minibatches comes out too large.
+            several batches: 4 or more show how errors differ. If the model has batch norm, give several in any case, because parts of
+            a single batch have batch statistics of their own, so the variance between minibatches comes out too large.
         loss: Called as ``loss(model, batch)`` with a copy of the model. It returns a scalar tensor, the mean of the
             loss over the samples, such as ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
         candidates: The settings to measure; by default `default_candidates(model)`, and those of "cross-entropy" if the
@@ -93,14 +85,10 @@ def plan(
             minibatches.
         draws: The number of passes with independent rounding for each candidate and batch, at least 2.
         chunks: The number of equal parts of a single batch from which the variance between minibatches is estimated, an
-            even number of at least 4. If there are several batches, the variance between these is measured, and
-            `chunks` has no effect.
+            even number of at least 4.
         seed: The seed of the rounding and of dropout. All passes over a batch have the same dropout.
-        progress: Whether to show a bar on standard error if the measurement takes longer than two seconds. If standard
-            error is a file or a pipe, a line is printed every 15 seconds instead.
-
-    Returns:
-        The plan: the measured candidates, and which of them is recommended.
+        progress: Whether to show a bar on standard error if the measurement takes longer than two seconds, or lines every 15 seconds
+            in a file or a pipe.
 
     Raises:
         InputError: A setting is not valid, the model is in evaluation mode or cannot be copied, or the batch or the
@@ -160,14 +148,7 @@ def plan(
 
 
 class _Found:
-    """The measurements of one candidate, batch by batch. The constructor lets a candidate whose bits adapt choose them.
-
-    Args:
-        candidate: The candidate.
-        steps: The copy of the model.
-        batches: All batches.
-        done: A function that is called when bits are chosen, and after each draw, to show the progress.
-    """
+    """The measurements of one candidate, batch by batch. The constructor lets a candidate whose bits adapt choose them."""
 
     def __init__(self, candidate: Candidate, steps: RealSteps, batches: list, done):
         self.candidate = candidate
@@ -199,15 +180,7 @@ class _Found:
             return self.candidate.apply(steps.model)
 
     def measure(self, steps: RealSteps, batch, number: int, exact, draws: int) -> None:
-        """Measure the candidate's errors and durations on a batch.
-
-        Args:
-            steps: The copy of the model.
-            batch: The batch.
-            number: The number of the batch, from which its dropout follows.
-            exact: The exact gradient of the batch, a list of tensors.
-            draws: The number of passes with independent rounding.
-        """
+        """Measure the errors, from the gradient `exact`, and durations on batch `number`."""
         controller, total, errors = self._apply(steps), None, []
         if self._state:
             controller.load_state_dict(self._state)
@@ -254,10 +227,7 @@ def _passes(
 ) -> tuple[list, list]:
     """Measure all candidates on all batches. Return |g|^2 of each batch, and the seconds of exact passes.
 
-    Candidates that compile the model are compared with `compiled`, which is None if there are none.
-
-    Batches are the outer loop, so that the passes of all candidates are spread over the whole time. For each batch,
-    exact passes run before and after those of the candidates.
+    Batches are the outer loop, so that the passes of all candidates are spread over the whole time.
     """
     squares, seconds = [], []
     for number, batch in enumerate(batches):
@@ -282,10 +252,7 @@ def _passes(
 
 
 def _has_large_logits(steps: RealSteps, batch) -> bool:
-    """Return whether the loss function calls cross_entropy, and saves many fewer bytes if fewbit's runs in its place.
-
-    Both models are compressed, because a call of cross_entropy inside a compressed model is fewbit's already.
-    """
+    """Return whether the loss function calls cross_entropy, and saves many fewer bytes with fewbit's."""
     sizes = []
     for policy in ("fixed", CROSS_ENTROPY):
         candidate = default_candidates(steps.model, [policy])[-1]
@@ -298,7 +265,7 @@ def _has_large_logits(steps: RealSteps, batch) -> bool:
 
 
 def _standard_error(values: np.ndarray) -> float:
-    """Return the standard error of the mean of values, NaN for one value."""
+    """Return the standard error of the mean, NaN for one value."""
     count = len(values)
     return float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
 

@@ -55,7 +55,7 @@ class Processes:
         return self.count if self.kind == FSDP else 1
 
     def buckets(self, gradients: int) -> int:
-        """Return the bytes of DDP's buckets, which hold a copy of all gradients."""
+        """Return the bytes of DDP's buckets."""
         return gradients if self.kind == DDP else 0
 
     def all(self, value) -> list:
@@ -67,11 +67,7 @@ class Processes:
         return found
 
     def together(self, function: Callable[[], Result]) -> Result:
-        """Call a function. If it raises an exception in one process, all processes raise one.
-
-        Raises:
-            InputError: the function raised an exception in another process.
-        """
+        """Call a function. If it raises an exception in one process, all processes raise one, InputError in the others."""
         error: Exception | None = None
         try:
             result = function()
@@ -91,17 +87,15 @@ ALONE = Processes()
 
 
 def largest(values: list):
-    """Return the largest of numbers, or arrays whose elements are the largest of those of arrays."""
+    """Return the largest of numbers, or of the elements of arrays."""
     return np.max(np.stack(values), 0) if isinstance(values[0], np.ndarray) else max(values)
 
 
 class ShardedWeights:
     """The bytes of weights and gradients of a model whose blocks `fully_shard` divides, and which it divides as a whole.
 
-    As in torch 2.13, a block's weights are gathered while the block runs, and the others' while the model does. The buffer of
-    a collective exists until the next one of its kind, in the forward pass for weights, in the backward pass for gradients.
-    In the backward pass, the weights of the block before are gathered ahead, and the gradients of a block are whole until
-    its end.
+    As in torch 2.13, a block's weights are gathered while the block runs, in the backward pass one block ahead, and the others' while the
+    model does. A collective's buffer exists until the next of its kind. Gradients of a block are whole until its end.
 
     Args:
         model: the model.
@@ -120,12 +114,7 @@ class ShardedWeights:
             self.gradients.append(sum(p.nbytes for p in own if p.requires_grad))
 
     def timeline(self, whole: Timeline, accumulates: bool) -> Timeline:
-        """Return the timeline of one process, from that of a step of the whole model.
-
-        Args:
-            whole: the timeline of the whole model.
-            accumulates: whether gradients exist before the step.
-        """
+        """Return the timeline of one process, from that of the whole model. `accumulates`: whether gradients exist before the step."""
         less = 1 - 1 / self.shards
         existing = dict(whole.existing)
         existing["weights"] += self.weights[-1] - int(less * sum(self.weights))
@@ -142,7 +131,7 @@ class ShardedWeights:
             found.append(Event(name, change))
 
         def buffer(name, size):
-            """Replace the buffer of a kind of collectives by one of another size."""
+            """Replace the buffer of a kind of collectives."""
             during(name, size)
             during(name, -buffers[name])
             buffers[name] = size
@@ -160,7 +149,7 @@ class ShardedWeights:
                 during(("weights", block), -self.weights[block])
 
         def ahead(block, sign):
-            """Gather the weights of the block before, in the backward pass, or have done so."""
+            """Gather the weights of the block before, or have done so."""
             size = self.weights[block - 1] if block else 0
             size += self.gradients[block] if accumulates else 0
             during(("ahead", block), sign * size)

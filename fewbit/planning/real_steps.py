@@ -1,8 +1,4 @@
-"""Forward and backward passes of a model that are measured: gradients, times, saved bytes, and allocations on the device.
-
-`fewbit.plan` measures a copy of the model, `fewbit.fit_` the model itself. A step of `timeline` is recorded by torch's
-profiler, which sees all allocations on the device, also those inside of kernels.
-"""
+"""Forward and backward passes of a model that are measured: gradients, times, saved bytes, and allocations, by torch's profiler."""
 
 from __future__ import annotations
 
@@ -34,11 +30,11 @@ from fewbit.runtime.saved.context import measuring
 
 _NAME = "fewbit.mark:"
 _QUIET = "KINETO_LOG_LEVEL", "6"
-"""The variable, and its value, with which torch's profiler prints no lines of its own."""
+"""The variable with which torch's profiler prints no lines of its own."""
 _CHANGED = *CHECKPOINTING, *ATTRIBUTES
 """The attributes of modules that `checkpoint_` and `chunk_loss_` change."""
 _OF_FEWBIT = "layers", "overrides"
-"""The options of candidates that compile which are fewbit's; it passes all others on to torch.compile."""
+"""The options of candidates that compile which are fewbit's."""
 
 
 class RealSteps(Measured):
@@ -46,8 +42,7 @@ class RealSteps(Measured):
 
     Attributes:
         seconds: The duration of the latest forward and backward pass, in seconds.
-        loss_bits: The bits with which the loss function's cross-entropy saves probabilities. None: torch's
-            cross-entropy.
+        loss_bits: The bits with which the loss function's cross-entropy saves probabilities; None for torch's.
         passes: The number of passes with `loss_bits` so far.
     """
 
@@ -65,7 +60,7 @@ class RealSteps(Measured):
         }
 
     def restore(self) -> None:
-        """Undo what a candidate has changed in the model."""
+        """Undo what a candidate has changed."""
         restore_(self.model)
         self.code = None
         self.loss_bits = None
@@ -77,7 +72,7 @@ class RealSteps(Measured):
 
     @property
     def code(self):
-        """The compiled code that calls of the model run; None if the model is not compiled."""
+        """The compiled code that calls of the model run, or None."""
         return self.model._compiled_call_impl
 
     @code.setter
@@ -85,14 +80,14 @@ class RealSteps(Measured):
         self.model._compiled_call_impl = code
 
     def value(self, batch) -> torch.Tensor:
-        """Return the loss of a batch, as `Measured.value` does, and start the clock."""
+        """Return the loss of a batch, and start the clock."""
         self.wait()
         self._started = self.clock()
         with self._loss_mode():
             return super().value(batch)
 
     def saved_bytes(self, batch) -> int:
-        """Return the bytes that one forward pass saves for the backward pass."""
+        """Return the bytes that one forward pass saves."""
         if self.code is not None:
             self.gradient(batch, 0)  # compile the code
         with self._loss_mode():
@@ -105,7 +100,7 @@ class RealSteps(Measured):
         return FewBitLoss(self.loss_bits, self.seed + self.passes)
 
     def backward(self, value, again=False):
-        """Return the gradients, as `Measured.backward` does, and stop the clock."""
+        """Return the gradients, and stop the clock."""
         found = super().backward(value, again)
         self.wait()
         self.seconds = self.clock() - self._started
@@ -120,7 +115,7 @@ class RealSteps(Measured):
     def timeline(
         self, batch, blocks: Iterable[nn.Module], state: int, accumulates: bool
     ) -> tuple[Timeline, list[torch.Tensor]]:
-        """Run a step, and return its timeline and its gradient. The model's gradients do not change.
+        """Return the timeline and the gradient of a step. The model's gradients do not change.
 
         Args:
             batch: the batch.
@@ -175,7 +170,7 @@ class _Allocation:
 
 
 def _happened(profiler, marks: list[tuple], device: torch.device, gradients: set[int]) -> list:
-    """Return the events and marks of a profiled step in their order. `gradients` has the pointers of gradients."""
+    """Return the events and marks of a profiled step in order. `gradients` has the pointers of gradients."""
     found = []
     nodes = list(profiler.profiler.kineto_results.experimental_event_tree())
     while nodes:
@@ -207,12 +202,10 @@ def _happened(profiler, marks: list[tuple], device: torch.device, gradients: set
 class CompiledSteps:
     """The model as torch.compile compiles it, with exact saved tensors: the reference of candidates that compile.
 
-    Compiled code draws other dropout masks than the model itself, and which masks it draws depends on the backend.
-
     Args:
         steps: The copy of the model.
         batch: The first batch.
-        candidates: The candidates that compile. The arguments that they pass on to torch.compile must be the same.
+        candidates: The candidates that compile, with the same arguments for torch.compile.
 
     Attributes:
         saved_bytes: The bytes that one forward pass saves for the backward pass.
@@ -238,7 +231,7 @@ class CompiledSteps:
         self.seconds = []
 
     def gradient(self, steps: RealSteps, batch, number: int) -> list[torch.Tensor]:
-        """Return the gradients of a pass, as `Measured.gradient` does."""
+        """Return the gradients of a pass."""
         steps.restore()
         steps.code = self._code
         found = steps.gradient(batch, number)
@@ -248,7 +241,7 @@ class CompiledSteps:
 
 @contextmanager
 def naming(candidate: Candidate):
-    """Return a context manager that adds the candidate's name to errors about its arguments."""
+    """Return a context manager that adds the candidate's name to errors."""
     try:
         yield
     except (InputError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""The settings of `fewbit.fit_`: they say what each block saves for the backward pass, and are applied to a model."""
+"""The settings of `fewbit.fit_`: what each block saves for the backward pass."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ OPTIONS = (
     Option(4, True, 8),
     Option(2, True, 8),
 )
-"""The options of a block. The first is that of a block that fewbit does not change."""
+"""The options of a block, the unchanged one first."""
 OFFLOADED = (Option(None, True, 8, True), Option(4, True, 8, True), Option(4, True, 4, True))
-"""Further options of a block on a GPU."""
+"""Further options on a GPU."""
 BITS_OF_REST = (None, 4, 2)
-"""The bits of all layers outside of blocks; None if they are exact."""
+"""The bits of all layers outside of blocks."""
 
 
 class Rest(NamedTuple):
-    """One way in which the rest of the model, outside of blocks, can save what its backward pass needs.
+    """One way in which the rest of the model can save what its backward pass needs.
 
     Attributes:
         bits: the bits of all layers outside of blocks; None if they are exact.
@@ -125,12 +125,7 @@ class Settings:
     def apply(self, model: nn.Module, always: bool = False) -> Controller | None:
         """Undo earlier conversions and checkpoints of the model, and apply the options, in place.
 
-        Args:
-            model: the model.
-            always: whether to call `compress_` even if it compresses nothing.
-
-        Returns:
-            The controller of `compress_`; None if it is not called.
+        With `always`, `compress_` is called even if it compresses nothing. Return its controller, or None.
         """
         uncheckpoint_(model)
         unchunk_loss_(model)
@@ -141,17 +136,17 @@ class Settings:
 
     @property
     def code(self) -> str:
-        """Python code that applies the options to a model named `model`, in plain calls of fewbit."""
+        """Python code that applies the options to a model named `model`."""
         return "\n".join(self.candidate.calls)
 
     def to_dict(self) -> dict:
-        """Return the settings as plain JSON values."""
+        """Return plain JSON values."""
         blocks = {path: option._asdict() for path, option in self.blocks.items()}
         return {"blocks": blocks, "rest": self.rest, "head": self.head}
 
     @classmethod
     def from_dict(cls, values: Mapping) -> Settings:
-        """Make settings from the values that `to_dict` returned."""
+        """Make settings from the result of `to_dict`."""
         return cls(
             {path: Option(**one) for path, one in values["blocks"].items()},
             values["rest"],

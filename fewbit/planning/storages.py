@@ -1,8 +1,6 @@
-"""The storages that a training step on fake tensors allocates and frees, in their order.
+"""The storages that a training step on fake tensors allocates and frees: the memory of the same step with real tensors.
 
-A fake tensor has a shape, a dtype and a device, but no memory. Its storage is an object that exists as long as a real
-storage would. So the sum of the sizes of existing storages is the memory that the same step takes with real tensors,
-without what kernels allocate inside an operation and without what an allocator adds.
+What kernels allocate inside an operation, and what an allocator adds, is not included.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ class Storage:
 class StorageTracker(FakeTensorMode):
     """A mode for fake tensors that records each allocation and each release of a storage.
 
-    This is a subclass of FakeTensorMode rather than a mode of its own, because fewbit's layers treat fake tensors like
-    ordinary ones only if no other mode is active.
+    It is a subclass of FakeTensorMode, because fewbit's layers treat fake tensors like ordinary ones only if no other mode is active.
     """
 
     def __init__(self):
@@ -58,7 +55,7 @@ class StorageTracker(FakeTensorMode):
         return result
 
     def add(self, values: Iterable, role: str) -> None:
-        """Record the storages of those values that are tensors, unless they are recorded already."""
+        """Record the storages of tensors, unless they are recorded already."""
         for value in values:
             storage = _storage_of(value)
             if storage is None:
@@ -81,7 +78,7 @@ class StorageTracker(FakeTensorMode):
         self._events.append(Event(storage, -storage.size))
 
     def claim(self, values: Iterable, role: str) -> None:
-        """Record the storages of those values that are tensors, and give them a role, whatever their role was."""
+        """Record the storages of tensors, and give them a role."""
         self.add(values, role)
         for value in values:
             storage = _storage_of(value)
@@ -89,23 +86,23 @@ class StorageTracker(FakeTensorMode):
                 self._living[storage._cdata][1].role = role
 
     def claim_transient(self, role: str) -> None:
-        """Give a role to all existing storages that are transient so far."""
+        """Give a role to all existing transient storages."""
         for _, storage in self._living.values():
             if storage.role == TRANSIENT:
                 storage.role = role
 
     def total(self, role: str | None = None) -> int:
-        """Return the bytes of the existing storages with this role, or of all if `role` is None."""
+        """Return the bytes of the existing storages, with this role if given."""
         storages = (storage for _, storage in self._living.values())
         return sum(storage.size for storage in storages if role in (None, storage.role))
 
     def start(self) -> None:
-        """Forget the past. `timeline` begins with this call."""
+        """Forget the past."""
         self._events.clear()
         self._before = [storage for _, storage in self._living.values()]
 
     def keys_of(self, values: Iterable) -> list[Storage]:
-        """Return the recorded storages of those values that are tensors."""
+        """Return the recorded storages of tensors."""
         storages = [storage for storage in map(_storage_of, values) if storage is not None]
         known = [self._living.get(storage._cdata) for storage in storages]
         return [entry[1] for entry in known if entry is not None]
@@ -116,11 +113,7 @@ class StorageTracker(FakeTensorMode):
         return len(self._events)
 
     def timeline(self, marks: Iterable[tuple[int, Mark]] = ()) -> Timeline:
-        """Return what has happened since `start`.
-
-        Args:
-            marks: (moment, mark), by ascending moment.
-        """
+        """Return what has happened since `start`, with marks (moment, mark), by ascending moment."""
         existing: dict[str, int] = {}
         for storage in self._before:
             existing[storage.role] = existing.get(storage.role, 0) + storage.size
@@ -134,7 +127,7 @@ class StorageTracker(FakeTensorMode):
 
 
 def _storage_of(value) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor. Return None for other values and for tensors without a storage, such as sparse ones."""
+    """Return the storage of a tensor, or None."""
     if not isinstance(value, torch.Tensor):
         return None
     try:

@@ -14,11 +14,10 @@ import numpy as np
 
 ENTER, LEAVE, LOSS, BEGIN, END = "enter", "leave", "loss", "begin", "end"
 UPDATE = "update"
-"""The marks of a step: a block's forward pass begins and ends, the loss is there, a block's backward pass begins and ends,
-and the optimizer's step begins."""
+"""The marks of a step: of a block's forward pass, the loss, a block's backward pass, and the optimizer's step."""
 FORWARD, BACKWARD, STEP = PHASES = "forward", "backward", "step"
 TRANSIENT = "transient"
-"""The role of storages that no part of the training step has claimed: temporary results and gradients of activations."""
+"""The role of storages that no part of the step has claimed."""
 
 
 class Event(NamedTuple):
@@ -38,7 +37,7 @@ class Mark(NamedTuple):
 
     Attributes:
         kind: one of ENTER, LEAVE, LOSS, BEGIN, END and UPDATE.
-        block: the number of the block, in the order in which `find_blocks` returned the blocks; -1 for LOSS and UPDATE.
+        block: the number of the block as in `find_blocks`; -1 for LOSS and UPDATE.
         inputs: of ENTER: the keys of the storages of the block's inputs.
     """
 
@@ -74,7 +73,7 @@ class Timeline:
     happened: list[Event | Mark] = field(default_factory=list)
 
     def peak(self, phase: str | None = None) -> Peak:
-        """Return the peak of the step, or of one of its PHASES. Storages count by their latest role."""
+        """Return the peak of the step, or of one of its PHASES."""
         parts, now = dict(self.existing), FORWARD
         size = sum(parts.values())
         best = Peak(size, dict(parts), now) if phase in (None, now) else Peak(-1, {}, now)
@@ -90,7 +89,7 @@ class Timeline:
         return best
 
     def calls(self) -> list[int]:
-        """Return the numbers of the blocks in the order in which the forward pass calls them, as often as it does."""
+        """Return the numbers of the blocks in the order of their calls."""
         found = []
         for one in self.happened:
             if isinstance(one, Mark) and one.kind == LOSS:
@@ -100,11 +99,7 @@ class Timeline:
         return found
 
     def bytes_of(self, order: list[int]) -> PartBytes:
-        """Return the bytes of the parts of the step.
-
-        Args:
-            order: the numbers of the blocks in the order of their calls. Other blocks belong to the gaps.
-        """
+        """Return the bytes of the parts. `order` has the numbers of the blocks in the order of their calls; others belong to the gaps."""
         places = {block: place for place, block in enumerate(order)}
         count = 2 * len(order) + 1
         saved, peak = np.zeros(count), np.zeros(count)

@@ -16,17 +16,17 @@ from fewbit.schema import PLAN
 from fewbit.sizes import counted
 
 ERRORS = ("error", "error_error", "variance", "variance_error", "bias")
-"""The fields of `Planned` that are errors, in the order of records."""
+"""The fields of `Planned` that are errors."""
 UNSURE = 0.2
-"""The notes ask for more batches if the standard error of an error is above this fraction of the error."""
+"""The relative standard error of an error above which notes ask for more batches."""
 
 
 @dataclass(frozen=True)
 class Planned:
     """One candidate with its measurements.
 
-    g is the exact gradient of a batch, and g^ the gradient with the candidate. Errors are summed over all parameters
-    and averaged over batches and draws of the rounding, in units of the gradient squared.
+    g is the exact gradient of a batch, and g^ the gradient with the candidate. Errors are sums over all parameters, averaged over batches
+    and draws of the rounding.
 
     Attributes:
         candidate: The setting that was measured.
@@ -36,8 +36,7 @@ class Planned:
         variance: The variance of g^ over draws, which is one part of `error`.
         variance_error: The standard error of `variance`, NaN if not known.
         bias: An estimate of |E g^ - g|^2, the other part of `error`, with E the mean over draws. It may be negative.
-        seconds: The median time of a forward and backward pass, in seconds. The candidates take turns, batch by batch,
-            so that a temporary load of the machine affects all of them.
+        seconds: The median time of a forward and backward pass, in turns with the other candidates, in seconds.
         seconds_least: The shortest time of a pass, in seconds.
         seconds_most: The longest time of a pass, in seconds.
     """
@@ -68,8 +67,6 @@ class Planned:
 class TrainingPlan(Document):
     """The saved bytes, the gradient error and the time of each candidate, and which candidate is recommended.
 
-    g is the exact gradient of a batch.
-
     Attributes:
         model: The class name of the model.
         device: The device of the model.
@@ -81,10 +78,9 @@ class TrainingPlan(Document):
         exact_seconds: The median time of a forward and backward pass without compression, in seconds.
         exact_seconds_least: The shortest time of such a pass, in seconds.
         exact_seconds_most: The longest time of such a pass, in seconds.
-        compiled_bytes: The bytes that the model saves if torch.compile compiles it, without compression. None if no
-            candidate compiles the model.
-        compiled_seconds: The median time of a forward and backward pass of this compiled model, in seconds, or None.
-        gradient: The mean of |g|^2 over the batches.
+        compiled_bytes: The same as `exact_bytes` with torch.compile, or None if no candidate compiles.
+        compiled_seconds: The same as `exact_seconds` with torch.compile, or None.
+        gradient: The mean of |g|^2 over the batches, with the exact gradient g of a batch.
         sampling: The variance of g between minibatches.
         sampling_error: The standard error of `sampling`, NaN if not known.
         sampled: A text that says from what `sampling` was measured.
@@ -118,11 +114,7 @@ class TrainingPlan(Document):
 
     @property
     def recommended(self) -> Planned | None:
-        """The candidate with the fewest `saved_bytes`, of those with an error of at most `limit`.
-
-        Candidates with as many `saved_bytes` as the exact model, or more, are not considered. None if no candidate
-        remains.
-        """
+        """The candidate with the fewest `saved_bytes`, fewer than the exact model's, with an error of at most `limit`, or None."""
         fitting = [
             row
             for row in self.rows
@@ -132,16 +124,13 @@ class TrainingPlan(Document):
 
     @property
     def closest(self) -> Planned:
-        """The candidate with the smallest error, of those with fewer `saved_bytes` than the exact model.
-
-        If there is no such candidate, all candidates are considered.
-        """
+        """The candidate with the smallest error, of those with fewer `saved_bytes` than the exact model if there are any."""
         known = [row for row in self.rows if math.isfinite(row.error)] or self.rows
         saving = [row for row in known if row.saved_bytes < self.exact_bytes] or known
         return min(saving, key=lambda row: (row.error, row.saved_bytes))
 
     def to_dict(self) -> dict:
-        """Return plain JSON values. Unknown numbers become None, and options without a JSON form become text."""
+        """Return plain JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         rows = [_row(row) for row in self.rows]
         return finite({"schema": PLAN} | values | {"rows": rows})
@@ -155,7 +144,7 @@ class TrainingPlan(Document):
         return cls(**{**_values(cls, document), "rows": tuple(Planned(**row) for row in rows)})
 
     def records(self) -> list[dict]:
-        """Return a dict for each candidate, in the order of `rows`."""
+        """Return a dict for each candidate."""
         return [
             {
                 "policy": row.policy,
@@ -177,7 +166,7 @@ class TrainingPlan(Document):
 
     @property
     def title(self) -> str:
-        """One line: the recommended candidate with its bytes, error and time, or the reason why there is none."""
+        """The recommended candidate with its bytes, error and time, or the reason why there is none."""
         chosen, best = self.recommended, self.closest
         exact = amount(self.exact_bytes)
         if chosen is not None:
@@ -199,7 +188,7 @@ class TrainingPlan(Document):
 
     @property
     def unit(self) -> tuple[str, int]:
-        """The unit of all sizes in the table and the picture: (name, number of bytes)."""
+        """The unit of all sizes: (name, number of bytes)."""
         return unit_of(self.exact_bytes)
 
     def _time(self, row: Planned) -> float:
@@ -210,10 +199,7 @@ class TrainingPlan(Document):
         return f"{least / self.exact_seconds:.3g} to {most / self.exact_seconds:.3g}"
 
     def view(self) -> View:
-        """Return a table of the exact model and the candidates. `*` marks the recommended candidate.
-
-        In the rows of the table, None stands for the exact model.
-        """
+        """Return a table of the exact model, whose row is None, and the candidates. `*` marks the recommended one."""
         chosen, unit = self.recommended, self.unit
 
         def setting(row: Planned) -> str:
@@ -288,7 +274,7 @@ class TrainingPlan(Document):
 
 
 def _column(title: str, cell: Callable[[Planned], str], exact: str = "", **options) -> Column:
-    """Make a column with a text for the exact model, whose row is None."""
+    """Make a column with a text for the exact model."""
     return Column(title, lambda row: exact if row is None else cell(row), **options)
 
 
@@ -324,10 +310,7 @@ def _row(planned: Planned) -> dict:
 
 
 def _values(cls, document: dict) -> dict:
-    """Return {name: value} for the fields of a dataclass, from a JSON document.
-
-    A document writes NaN as null, and may write an integer as 2.0.
-    """
+    """Return the fields of a dataclass, from a JSON document with null for NaN."""
     values = {field.name: document[field.name] for field in fields(cls)}
     for field in fields(cls):
         if field.type == "int":

@@ -14,12 +14,7 @@ from fewbit.planning.timeline import BEGIN, END, ENTER, LEAVE
 
 @contextmanager
 def watched(blocks: Iterable[nn.Module], mark: Callable[[str, int, list], None]):
-    """Return a context manager in whose block the passes of blocks are marked.
-
-    Args:
-        blocks: the blocks.
-        mark: called as mark(kind, number of the block, input tensors), with the inputs for ENTER only.
-    """
+    """Return a context manager that calls mark(kind, number of the block, input tensors) in the passes of blocks, with inputs for ENTER only."""
     handles = []
     try:
         for number, block in enumerate(blocks):

@@ -308,7 +308,7 @@ def _modes_prevent_compilation() -> bool:
 
 def _reasons() -> dict[str, int]:
     """Return {torch.compile's reason to leave code to Python: how often}."""
-    return counters["unimplemented"] | counters["graph_break"]
+    return {**counters["unimplemented"], **counters["graph_break"]}
 
 
 def _explanation(frames: Mapping, reasons: Mapping) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from inspect import signature
@@ -19,6 +18,7 @@ from fewbit.runtime.activations.recomputed import TWO_VALUED
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
 from fewbit.runtime.interop.bypass import ReplacingMode, current_mode
 from fewbit.runtime.interop.module_calls import is_compiled_code, leave_to_interpreter
+from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
 _ACTIVATIONS = (
@@ -170,7 +170,8 @@ class FunctionQuantizers:
         attention_quantizer: quantizes what functions of attention save.
         norm_quantizer: quantizes what norms save.
         activation_quantizer: quantizes the inputs of activations; None if they save codes.
-        own: {`name_of_call`: the quantizer of the function}, with an entry for each function that was called.
+        own: {(path of a module, name of a function): the quantizer of the function there}. The first call of a
+            function in a module adds an entry.
     """
 
     quantizer: Quantizer
@@ -178,12 +179,13 @@ class FunctionQuantizers:
     attention_quantizer: Quantizer
     norm_quantizer: Quantizer
     activation_quantizer: Quantizer | None = None
-    own: dict[str, Quantizer] = field(default_factory=dict, compare=False)
+    own: dict[tuple[str, str], Quantizer] = field(default_factory=dict, compare=False)
 
-    def call(self, ours, family, theirs, args, kwargs):
+    def call(self, ours, family, theirs, args, kwargs, path: str):
         """Call fewbit's function with these settings, or torch's if fewbit's does not support the arguments.
 
-        `family` is "activation", "one bit", "quantized" or "exact". `theirs` takes no arguments.
+        `family` is "activation", "one bit", "quantized" or "exact". `theirs` takes no arguments. `path` is that of the module that
+        runs now.
         """
         if ours in _OPERATIONS and not _has_large(args):
             return theirs()
@@ -201,42 +203,39 @@ class FunctionQuantizers:
                     name, is_attention = F.linear.__name__, False
                     if ours is F.matmul and factors[1].dim() == 2:
                         ours, args = F.linear, (factors[0], factors[1].t())
-            return ours(*args, **kwargs, quantizer=self._quantizer_of(name, is_attention))
+            quantizer = self._own(path, name, self._quantizer_of(name, is_attention))
+            return ours(*args, **kwargs, quantizer=quantizer)
         x = args[0] if args else kwargs.get("input")
         if not takes(x):
             return theirs()
         saves = {"bits": self.activation_bits} if family == "activation" else {}
         if self.activation_quantizer is not None:
-            saves["table"] = self._own(ours.__name__, self.activation_quantizer)
-        context, named = self.quantizer.context, nullcontext()
+            saves["table"] = self._own(path, ours.__name__, self.activation_quantizer)
+        context, run = self.quantizer.context, ours
         if context is not None and context.policy is not None:
-            name = name_of_call(_path(context), ours.__name__)
-            named = context.activation(name)
+            name = name_of_call(path, ours.__name__)
+            run = partial(context.run_activation, name, ours)
             if "bits" in saves:
                 saves["bits"] = context.activation_bits(name, self.activation_bits, x)
         try:
-            with named:
-                return ours(*args, **kwargs, **saves)
+            return run(*args, **kwargs, **saves)
         except FunctionError:  # torch accepts these parameters and fewbit does not
             return theirs()
 
     def _quantizer_of(self, function: str, is_attention: bool) -> Quantizer:
+        """Return the settings of a function."""
         if function in _NORMS:
-            return self._own(function, self.norm_quantizer)
-        return self._own(function, self.attention_quantizer if is_attention else self.quantizer)
+            return self.norm_quantizer
+        return self.attention_quantizer if is_attention else self.quantizer
 
-    def _own(self, function: str, quantizer: Quantizer) -> Quantizer:
+    def _own(self, path: str, function: str, quantizer: Quantizer) -> Quantizer:
+        """Return a quantizer with these settings for a function in the module at `path`, whose calls all share it."""
         if quantizer.context is None:
             return quantizer
-        name = name_of_call(_path(quantizer.context), function)
-        if name not in self.own:
-            self.own[name] = quantizer.copy_for(name)
-        return self.own[name]
-
-
-def _path(context) -> str:
-    forward = context.running()
-    return "" if forward is None else forward.path
+        call = path, function
+        if call not in self.own:
+            self.own[call] = quantizer.copy_for(name_of_call(*call))
+        return self.own[call]
 
 
 def name_of_call(path: str, function: str) -> str:
@@ -267,26 +266,27 @@ class FunctionMode(ReplacingMode):
         own = current_mode()
         if own is True or not torch.is_grad_enabled() or is_compiled_code():
             return function(*args, **kwargs)
-        context = self.settings.quantizer.context
+        context, path = self.settings.quantizer.context, ""
         if context is not None:
             forward = context.running()
             if forward is None or not forward.compresses_functions():
                 return function(*args, **kwargs)
+            path = forward.path
         ours, family = self.TABLE[function]
-        # out=None is no argument: torch.norm passes it on.
-        given = {
-            name: value for name, value in kwargs.items() if name != "out" or value is not None
-        }
         # torch also takes the names of NumPy, such as axis for dim. The first argument of einsum is a text.
-        moved, theirs = args, partial(function, *args, **kwargs)
-        if given:
-            given = {_NAMES.get(name, name): value for name, value in given.items()}
-        is_known = "out" not in given and given.keys() <= _parameters(ours)
-        if is_known and given:
+        moved, given, theirs = args, kwargs, partial(function, *args, **kwargs)
+        if kwargs:
+            if kwargs.get("out", self) is None:  # which is no argument: torch.norm passes it on
+                kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+            names = _names(ours, tuple(kwargs))
+            if names is None:
+                return theirs()
+            given = dict(zip(names, kwargs.values(), strict=True))
             moved, given = _tensors_first(ours, args, given)
-        if not is_known or not all(isinstance(x, torch.Tensor | str) for x in moved[:1]):
-            return theirs()
-        return (own or self.settings).call(ours, family, theirs, moved, given)
+        if moved and type(moved[0]) not in PLAIN_CLASSES:
+            if not isinstance(moved[0], torch.Tensor | str):
+                return theirs()
+        return (own or self.settings).call(ours, family, theirs, moved, given, path)
 
     def _expose(self, args) -> None:
         """Stop layers from sharing a copy of the tensor args[0], whose memory may now change unnoticed."""
@@ -310,17 +310,18 @@ def _has_large(args) -> bool:
 
 def _tensors_first(ours, args, kwargs) -> tuple[tuple, dict]:
     """Return the arguments of a call with the tensors that were passed by name moved to their positions."""
-    args, kwargs = list(args), dict(kwargs)
     for name in _positional(ours)[len(args) :]:
-        if not isinstance(kwargs.get(name), torch.Tensor):
+        if name not in kwargs or not isinstance(kwargs[name], torch.Tensor):
             break
-        args.append(kwargs.pop(name))
-    return tuple(args), kwargs
+        args = *args, kwargs.pop(name)
+    return args, kwargs
 
 
 @cache
-def _parameters(ours) -> frozenset[str]:
-    return frozenset(signature(ours).parameters)
+def _names(ours, given: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Return the names that the function has for these names of torch's arguments; None if it lacks one of them."""
+    names = tuple(_NAMES.get(name, name) for name in given)
+    return names if set(names) <= set(signature(ours).parameters) - {"out"} else None
 
 
 @cache

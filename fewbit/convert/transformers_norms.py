@@ -67,7 +67,7 @@ class TransformersRMSNorm(Quantized):
         if not self.training or not is_differentiated(hidden_states, weight):
             return self._exact(hidden_states)
         eps = getattr(self, form.eps)
-        return _TransformersRMSNorm.call(
+        return _TransformersRMSNorm.apply(
             hidden_states, weight, eps, form, self.copies, self.quantizer
         )
 

@@ -172,7 +172,7 @@ def rrelu(
             return torch.nn.functional.rrelu(input, lower, upper, training=True, inplace=inplace)
         if inplace:
             check_inplace(input, "rrelu", True)
-        return RandomSlopes.call(input, lower, upper, inplace)
+        return RandomSlopes.apply(input, lower, upper, inplace)
     return apply(input, "rrelu", (lower, upper), bits, table, inplace)
 
 

@@ -78,7 +78,7 @@ def batch_norm(
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     vectors = running_mean, running_var, *contiguous(weight, bias)
-    served = is_served(input, weight, bias) and input.dim() >= 2
+    served = is_served(input, weight, bias) and input.ndim >= 2
     # If the running statistics need a gradient, torch's own function raises an error.
     if not served or _are_differentiated(running_mean, running_var):
         return torch_functional.batch_norm(input, *vectors, training, momentum, eps)
@@ -86,7 +86,7 @@ def batch_norm(
         if weight is not None and weight.requires_grad:
             return torch_functional.batch_norm(input, *vectors, False, momentum, eps)
         return _FrozenBatchNorm.apply(input, *vectors, eps)
-    torch_functional._verify_batch_size(input.size())
+    torch_functional._verify_batch_size(input.shape)
     return _train_batch_norm(input, input.shape, *vectors, momentum, eps, copies, quantizer)
 
 
@@ -131,18 +131,21 @@ def instance_norm(
 
 
 def _are_differentiated(*vectors) -> bool:
-    return any(vector is not None and vector.requires_grad for vector in vectors)
+    for vector in vectors:
+        if vector is not None and vector.requires_grad:
+            return True
+    return False
 
 
 def _train_batch_norm(x, view, mean, var, weight, bias, momentum, eps, copies, quantizer):
     if not torch.compiler.is_compiling():
         arguments = view, mean, var, weight, bias, momentum, eps, copies, quantizer
-        return _BatchNormFunction.call(x, *arguments)[0]
+        return _BatchNormFunction.apply(x, *arguments)[0]
     # Dynamo would put a symbolic eps into the graph of the Function, where the statistics below could not use it.
     eps = torch.fx.experimental.symbolic_shapes.guard_scalar(eps)
     # A compiler cannot trace in-place changes inside a Function, so the running statistics are updated below.
     arguments = view, None, None, weight, bias, momentum, eps, copies, quantizer
-    y, batch_mean, rstd = _BatchNormFunction.call(x, *arguments)
+    y, batch_mean, rstd = _BatchNormFunction.apply(x, *arguments)
     if mean is not None:
         count = x.numel() / batch_mean.numel()
         batch_var = (1.0 / rstd.square() - eps) * (count / (count - 1))
@@ -356,7 +359,7 @@ def sync_batch_norm(
         # Even without gradients the processes synchronize their statistics.
         size = process_group.size()
         return TorchSyncBatchNorm.apply(input, *vectors, eps, momentum, process_group, size)
-    return _SyncBatchNorm.call(input, *vectors, eps, momentum, process_group, quantizer)
+    return _SyncBatchNorm.apply(input, *vectors, eps, momentum, process_group, quantizer)
 
 
 class _SyncContext:

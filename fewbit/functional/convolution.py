@@ -175,25 +175,27 @@ def conv_transpose3d(
 
 def _convolve(dims, x, weight, bias, settings, quantizer):
     stride, padding, dilation, transposed, output_padding, groups = settings
-    served = is_differentiated(x, weight, bias) and x.dim() in (dims + 1, dims + 2)
-    if isinstance(padding, str):
+    is_text = type(padding) is str
+    served = is_differentiated(x, weight, bias) and x.ndim in (dims + 1, dims + 2)
+    if is_text:
         same = padding == "same" and set(_per_dim(stride, dims)) == {1}
         served = served and not transposed and (padding == "valid" or same)
     if not served:
         return _by_torch(dims, x, weight, bias, *settings)
-    stride, dilation, output_padding = (
-        _per_dim(numbers, dims) for numbers in (stride, dilation, output_padding)
-    )
-    if isinstance(padding, str):
+    stride, dilation = _per_dim(stride, dims), _per_dim(dilation, dims)
+    output_padding = _per_dim(output_padding, dims)
+    if is_text:
         x, padding = _padded(x, weight, padding, dilation)
     settings = stride, _per_dim(padding, dims), dilation, transposed, output_padding, groups
-    if x.dim() == weight.dim():
-        return _Convolution.call(x, weight, bias, settings, quantizer)
+    if x.ndim == weight.ndim:
+        return _Convolution.apply(x, weight, bias, settings, quantizer)
     # torch, too, treats an unbatched input as a batch of one sample.
-    return _Convolution.call(x.unsqueeze(0), weight, bias, settings, quantizer).squeeze(0)
+    return _Convolution.apply(x.unsqueeze(0), weight, bias, settings, quantizer).squeeze(0)
 
 
 def _per_dim(value, dims: int) -> tuple[int, ...]:
+    if type(value) is tuple and value[dims - 1 :]:  # as the modules pass it
+        return value
     value = tuple(value) if isinstance(value, list | tuple) else (value,)
     return value * dims if len(value) == 1 else value
 
@@ -221,12 +223,12 @@ def _by_torch(dims, x, weight, bias, stride, padding, dilation, transposed, outp
 class _Convolution(SavingFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, settings, quantizer):
-        y = with_torch_casts(_by_torch, weight.dim() - 2, x, weight, bias, *settings)
+        y = with_torch_casts(_by_torch, weight.ndim - 2, x, weight, bias, *settings)
         ctx.settings = settings
         ctx.size = tuple(x.shape)
         ctx.has_bias = bias is not None
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        saved = quantizer.quantize_or_reuse(x, (1 - x.dim(),), needs_x) if needs_weight else None
+        saved = quantizer.quantize_or_reuse(x, (1 - x.ndim,), needs_x) if needs_weight else None
         # The weight's gradient needs the weight too, for its shape.
         return copies.keep(ctx, y, weight=weight, x=saved)
 

@@ -105,9 +105,9 @@ def _dropout(torchs_own, x, p, training, inplace, features=None, kind="plain") -
     if torch.compiler.is_compiling():
         # The saved encoding depends on p, so a symbolic p becomes a constant.
         p = torch.fx.experimental.symbolic_shapes.guard_scalar(p)
-        y = _Dropout.call(x, float(p), kind, features, False)
+        y = _Dropout.apply(x, float(p), kind, features, False)
         return x.copy_(y) if inplace else y
-    return _Dropout.call(x, float(p), kind, features, inplace)
+    return _Dropout.apply(x, float(p), kind, features, inplace)
 
 
 def _needs_mask(x, p, training, inplace) -> bool:

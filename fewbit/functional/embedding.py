@@ -47,7 +47,7 @@ def embedding(
         input = input.contiguous()
         with torch.no_grad():
             torch.embedding_renorm_(weight, input, max_norm, norm_type)
-    return _Embedding.call(input, weight, padding_idx, scale_grad_by_freq, sparse)
+    return _Embedding.apply(input, weight, padding_idx, scale_grad_by_freq, sparse)
 
 
 class _Embedding(SavingFunction):

@@ -100,7 +100,7 @@ def layer_norm(
     if not is_served(input, weight, bias):
         return torch_functional.layer_norm(input, normalized_shape, weight, bias, eps)
     weight, bias = contiguous(weight, bias)
-    return _LayerNorm.call(input, shape, weight, bias, eps, copies, quantizer)
+    return _LayerNorm.apply(input, shape, weight, bias, eps, copies, quantizer)
 
 
 def rms_norm(
@@ -134,7 +134,7 @@ def rms_norm(
     x, weight = input, *contiguous(weight)
     if _RMS_NORM_IS_CAST:
         x, weight = map(in_float32, (x, weight))
-    return _RMSNorm.call(x, shape, weight, eps, copies, quantizer)
+    return _RMSNorm.apply(x, shape, weight, eps, copies, quantizer)
 
 
 def group_norm(
@@ -164,7 +164,7 @@ def group_norm(
     n, c, *spatial = input.shape
     torch_functional._verify_batch_size([n * c // num_groups, num_groups, *spatial])
     x, weight, bias = map(in_float32, (input, *contiguous(weight, bias)))
-    return _GroupNorm.call(x, num_groups, weight, bias, eps, copies, quantizer)
+    return _GroupNorm.apply(x, num_groups, weight, bias, eps, copies, quantizer)
 
 
 def quantizer_for(quantizer, bits, group_size, copies) -> Quantizer:
@@ -175,7 +175,7 @@ def quantizer_for(quantizer, bits, group_size, copies) -> Quantizer:
     """
     if type(copies) is not int or copies != 1:
         check_copies(copies)
-    return quantizer_of(bits, group_size, quantizer)
+    return quantizer if type(quantizer) is Quantizer else quantizer_of(bits, group_size, quantizer)
 
 
 def is_served(input, *vectors) -> bool:
@@ -192,10 +192,15 @@ def _has_elements(input) -> bool:
 
 def contiguous(*vectors) -> tuple[Tensor | None, ...]:
     """Return the given vectors in contiguous memory, because torch's kernels ignore strides; None remains None."""
-    return tuple([None if vector is None else vector.contiguous() for vector in vectors])
+    for vector in vectors:
+        if vector is not None and not vector.is_contiguous():
+            return tuple([None if each is None else each.contiguous() for each in vectors])
+    return vectors
 
 
 def _shape(normalized_shape) -> tuple[int, ...]:
+    if type(normalized_shape) is tuple:
+        return normalized_shape
     whole = isinstance(normalized_shape, int)
     return (normalized_shape,) if whole else tuple(normalized_shape)
 

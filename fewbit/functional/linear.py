@@ -55,21 +55,24 @@ def linear(
     Raises:
         InputError: `bits` or `group_size` is invalid.
     """
-    quantizer = quantizer_of(bits, group_size, quantizer)
-    check_tensors(input, weight, bias)
+    if type(quantizer) is not Quantizer:
+        quantizer = quantizer_of(bits, group_size, quantizer)
+    is_plain = type(input) in PLAIN_CLASSES and type(weight) in PLAIN_CLASSES
+    if not is_plain or not (bias is None or type(bias) in PLAIN_CLASSES):
+        check_tensors(input, weight, bias)
     usual = weight.ndim == 2 and (bias is None or bias.ndim == 1) and input.ndim > 0
-    if type(input) in PLAIN_CLASSES and type(weight) in PLAIN_CLASSES:
+    if is_plain:
         if usual and is_differentiated(input, weight, bias):
-            return _Linear.call(input, weight, bias, quantizer)
+            return _Linear.apply(input, weight, bias, quantizer)
         return torch_functional.linear(input, weight, bias)
     if usual and shards.runs_on_shards(input):
         y = shards.linear(partial(linear, quantizer=quantizer), input, weight, bias)
         return torch_functional.linear(input, weight, bias) if y is None else y
     if usual and _is_frozen_and_quantized(weight) and is_differentiated(input, bias):
-        return _LinearOfQuantizedWeight.call(input, weight, bias)
+        return _LinearOfQuantizedWeight.apply(input, weight, bias)
     if not usual or not is_differentiated(input, weight, bias):
         return torch_functional.linear(input, weight, bias)
-    return _Linear.call(input, weight, bias, quantizer)
+    return _Linear.apply(input, weight, bias, quantizer)
 
 
 def bilinear(
@@ -105,7 +108,7 @@ def bilinear(
     quantizer = quantizer_of(bits, group_size, quantizer)
     if not is_differentiated(input1, input2, weight, bias):
         return torch_functional.bilinear(input1, input2, weight, bias)
-    return _Bilinear.call(input1, input2, weight, bias, quantizer)
+    return _Bilinear.apply(input1, input2, weight, bias, quantizer)
 
 
 class _Linear(SavingFunction):
@@ -127,13 +130,13 @@ class _Linear(SavingFunction):
     def backward(ctx, grad):
         kept = copies.Kept(ctx)
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        rows = sums.rows(grad)
-        return (
-            grad @ kept.tensor("weight", grad.dtype) if needs_x else None,
-            rows.t() @ sums.rows(kept.values("x", grad.dtype)) if needs_weight else None,
-            rows.sum(0) if needs_bias else None,
-            None,
-        )
+        rows, grad_x, grad_weight = sums.rows(grad), None, None
+        if needs_x:
+            weight = kept.tensor("weight", grad.dtype)
+            grad_x = rows.mm(weight).view(*grad.shape[:-1], weight.shape[1])
+        if needs_weight:
+            grad_weight = rows.t().mm(sums.rows(kept.values("x", grad.dtype)))
+        return grad_x, grad_weight, rows.sum(0) if needs_bias else None, None
 
     @staticmethod
     def gradient_errors(ctx, kept, grad, results, errors):

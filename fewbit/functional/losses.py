@@ -81,7 +81,7 @@ def cross_entropy(
             label_smoothing=label_smoothing,
         )
     options = ignore_index, reduction, label_smoothing
-    return _CrossEntropy.call(input, target, weight, options, quantizer)
+    return _CrossEntropy.apply(input, target, weight, options, quantizer)
 
 
 def linear_cross_entropy(

@@ -118,7 +118,7 @@ def _max_pool(dims, x, arguments, return_indices, adaptive=False):
         return _torch_max(dims, x, arguments, return_indices, adaptive)
     if dims == 3 and not adaptive and not return_indices:
         x = _in_float32(x)
-    y, indices = _MaxPoolFunction.call(x, dims, arguments, adaptive)
+    y, indices = _MaxPoolFunction.apply(x, dims, arguments, adaptive)
     return (y, indices) if return_indices else y
 
 
@@ -236,7 +236,7 @@ def _torch_avg(dims, x, arguments):
 def _avg_pool(dims, x, arguments):
     if not is_differentiated(x):
         return _torch_avg(dims, x, arguments)
-    return _AvgPoolFunction.call(x, dims, arguments)
+    return _AvgPoolFunction.apply(x, dims, arguments)
 
 
 class _AvgPoolFunction(SavingFunction):
@@ -275,7 +275,7 @@ def _adaptive_avg_pool(dims, x, output_size):
     # If the result has one element per channel, torch computes a mean, for which it saves nothing.
     if not is_differentiated(x) or _is_mean(dims, x, output_size):
         return _of_torch("adaptive_avg_pool", dims)(x, output_size)
-    return _AdaptiveAvgPoolFunction.call(x, dims, output_size)
+    return _AdaptiveAvgPoolFunction.apply(x, dims, output_size)
 
 
 def _is_mean(dims, x, output_size) -> bool:

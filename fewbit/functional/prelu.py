@@ -55,7 +55,7 @@ def prelu(
     quantizer = quantizer_of(bits, group_size, quantizer)
     if not is_differentiated(input, weight):
         return torch_functional.prelu(input, weight)
-    return _PReLU.call(input, weight, quantizer)
+    return _PReLU.apply(input, weight, quantizer)
 
 
 class _PReLU(SavingFunction):

@@ -66,7 +66,7 @@ def matmul(
     quantizer = quantizer_of(bits, group_size, quantizer)
     if not _are_differentiated(input, other) or min(input.dim(), other.dim()) < 2:
         return torch.matmul(input, other)
-    return _Matmul.call(input, other, quantizer)
+    return _Matmul.apply(input, other, quantizer)
 
 
 def mul(
@@ -91,7 +91,7 @@ def mul(
         return torch.mul(input, other) if y is None else y
     if not _are_differentiated(input, other):
         return torch.mul(input, other)
-    return _Mul.call(input, other, quantizer)
+    return _Mul.apply(input, other, quantizer)
 
 
 def _are_differentiated(input, other) -> bool:
@@ -257,7 +257,7 @@ def glu(
     quantizer = quantizer_of(bits, group_size, quantizer)
     if not is_differentiated(input):
         return torch_functional.glu(input, dim)
-    return _GLU.call(input, dim, quantizer)
+    return _GLU.apply(input, dim, quantizer)
 
 
 _FORWARD = {
@@ -296,7 +296,7 @@ def gated(
         return (function or _FORWARD[activation])(gate) * up
     if activation == "relu":
         gate, activation, function = relu(gate), "identity", None
-    return _Gated.call(gate, up, activation, function or _FORWARD[activation], quantizer)
+    return _Gated.apply(gate, up, activation, function or _FORWARD[activation], quantizer)
 
 
 def _product(activation, gate, up):

@@ -44,7 +44,7 @@ def pad(
     if not is_differentiated(input):
         return torch_functional.pad(input, pad, mode, value)
     if (mode, len(pad) // 2) in _BACKWARD:
-        y = _Pad.call(input, tuple(pad), mode)
+        y = _Pad.apply(input, tuple(pad), mode)
     else:
         y = torch_functional.pad(input, pad, mode, value)
     if is_eager(input):

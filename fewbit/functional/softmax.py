@@ -57,7 +57,7 @@ def softmax(
         return torch_functional.softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch_functional._get_softmax_dim("softmax", input.dim(), _stacklevel)
-    return _Softmax.call(input, dim, dtype, quantizer)
+    return _Softmax.apply(input, dim, dtype, quantizer)
 
 
 def log_softmax(
@@ -79,7 +79,7 @@ def log_softmax(
         return torch_functional.log_softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         dim = torch_functional._get_softmax_dim("log_softmax", input.dim(), _stacklevel)
-    return _LogSoftmax.call(input, dim, dtype, quantizer)
+    return _LogSoftmax.apply(input, dim, dtype, quantizer)
 
 
 class _Softmax(SavingFunction):

@@ -97,17 +97,16 @@ class _FewBit(Guarded):
         """Return function(input, *arguments) with the module's bits and table, or the policy's bits."""
         # Gradients in evaluation mode are exact: None stands for torch's own function.
         bits = self.bits if self.training else None
-        guard = vars(self).get(GUARD)
         if bits is None or torch.compiler.is_compiling():
             return function(input, *arguments, bits=bits, table=self.table)
-        table = self.quantizer if self.table is None else self.table
+        table, attributes = self.quantizer if self.table is None else self.table, self.__dict__
+        guard = attributes[GUARD] if GUARD in attributes else None
         if guard is None or guard.context.policy is None:
             return function(input, *arguments, bits=bits, table=table)
-        context, path = guard.context, vars(self)[PATH]
+        context, path = guard.context, attributes[PATH]
         if self.table is None:
             bits = context.activation_bits(path, bits, input)
-        with context.activation(path):
-            return function(input, *arguments, bits=bits, table=table)
+        return context.run_activation(path, function, input, *arguments, bits=bits, table=table)
 
     def extra_repr(self) -> str:
         ours = f"bits={self.bits}" if self.table is None else f"table={self.table!r}"

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.errors import InputError
+from fewbit.runtime import backends
 from fewbit.runtime.interop import original_functions
 from fewbit.runtime.ops import activation_ops, quantizer_ops
 
@@ -188,7 +189,7 @@ MODELS = {
 LEARNING = "observed", "bound"
 """Whose bits follow from the steps before."""
 OPERATIONS = (
-    (quantizer_ops, "quantize"), (quantizer_ops, "dequantize"), (activation_ops, "activation"),
+    (backends.of(torch.empty(0)), "quantize"), (quantizer_ops, "dequantize"), (activation_ops, "activation"),
     (original_functions.functional, "linear"), (original_functions.functional, "scaled_dot_product_attention"),
 )  # fmt: skip
 

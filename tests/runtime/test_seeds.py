@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.runtime.backends import reference
-from fewbit.runtime.ops import quantizer_ops
 from fewbit.runtime.saved.forward import Saving
 from fewbit.runtime.saved.seeds import generator_hash, purpose
 
@@ -75,13 +74,13 @@ def test_no_two_tensors_are_rounded_with_one_seed(name, choice, monkeypatch):
     torch.manual_seed(0)
     model = ODD[name]()
     fewbit.compress_(model, 2, verbose=False, **OPTIONS.get(name, {}))
-    rounded, original = {}, quantizer_ops.quantize
+    rounded, original = {}, reference.quantize
 
     def quantize(x, seed, *rest, **named):
         assert torch.equal(rounded.setdefault(int(seed), x.detach().clone()), x)
         return original(x, seed, *rest, **named)
 
-    monkeypatch.setattr(quantizer_ops, "quantize", quantize)
+    monkeypatch.setattr(reference, "quantize", quantize)
     for step in range(3):
         x = normal((6, 8), seed=step).abs()  # (positive, so that no layer is skipped)
         getattr(model, "parts", model)(x).square().sum().backward()

@@ -122,7 +122,7 @@ def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: 
         return _attend(*inputs, how)
     if how.dropout_p > 0 and not can_replay(query):
         return _attend(*inputs, how)
-    return run_outside(_Attention.call, *inputs, how, quantizer)
+    return run_outside(_Attention.apply, *inputs, how, quantizer)
 
 
 def _attention_of_shards(inputs, how: How, quantizer: Quantizer):
@@ -300,6 +300,8 @@ def _autocast(x) -> torch.dtype | None:
     # The compiler of torch 2.11 cannot trace is_autocast_available.
     if torch.compiler.is_compiling():
         available = kind != "meta"
+    elif not torch._C._is_any_autocast_enabled():
+        return None
     else:
         available = torch.amp.is_autocast_available(kind)
     is_enabled = available and torch.is_autocast_enabled(kind)

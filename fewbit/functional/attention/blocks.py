@@ -16,9 +16,11 @@ _BLOCK_QUERIES = 128
 
 def fits(query, key, value, grad) -> bool:
     """Return whether `gradients` may compute the gradients of a call of attention with these tensors."""
-    tensors = query, key, value, grad
-    if not all(is_plain(x) and x.is_cpu and x.dtype == torch.float32 for x in tensors):
+    if not is_plain(grad):  # then the others, which fewbit has dequantized, are plain too
         return False
+    for x in (query, key, value, grad):
+        if not x.is_cpu or x.dtype is not torch.float32:
+            return False
     is_usual = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
     count = math.prod(query.shape[:-1]) * key.shape[-2]
     # The block's products have been compared with torch's own function only with MKL.

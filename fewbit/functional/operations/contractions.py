@@ -34,7 +34,7 @@ def einsum(equation, *operands, quantizer: Quantizer) -> Tensor:
     if len(factors) == 2 and all(isinstance(factor, Tensor) for factor in factors):
         terms = _terms(equation, *factors)
         if terms is not None and takes_einsum(*factors):
-            return _Einsum.call(*factors, *terms, quantizer)
+            return _Einsum.apply(*factors, *terms, quantizer)
     return torch.einsum(equation, *operands)
 
 
@@ -65,7 +65,7 @@ def baddbmm(
     """Compute torch.baddbmm, beta * input + alpha * batch1 @ batch2, and save both factors quantized."""
     if not _is_quantized(batch1, batch2):
         return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
-    return _Baddbmm.call(input, batch1, batch2, beta, alpha, quantizer)
+    return _Baddbmm.apply(input, batch1, batch2, beta, alpha, quantizer)
 
 
 def addcmul(
@@ -74,7 +74,7 @@ def addcmul(
     """Compute torch.addcmul, input + value * tensor1 * tensor2, and save both factors quantized."""
     if not _is_quantized(tensor1, tensor2):
         return torch.addcmul(input, tensor1, tensor2, value=value)
-    return _Addcmul.call(input, tensor1, tensor2, value, quantizer)
+    return _Addcmul.apply(input, tensor1, tensor2, value, quantizer)
 
 
 def grouped_mm(
@@ -101,7 +101,7 @@ def grouped_mm(
     is_grouped = mat_a.dim() == 2 and mat_b.dim() == 3 and offs is not None
     if not (is_grouped and bias is None and out_dtype is None) or not _is_quantized(mat_a, mat_b):
         return _grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
-    return _GroupedMm.call(mat_a, mat_b, offs, quantizer)
+    return _GroupedMm.apply(mat_a, mat_b, offs, quantizer)
 
 
 def _is_quantized(a: Tensor, b: Tensor) -> bool:

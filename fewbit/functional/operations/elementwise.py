@@ -25,7 +25,7 @@ def square(input: Tensor, *, quantizer: Quantizer) -> Tensor:
     """Compute torch.square and save the input quantized."""
     if not is_differentiated(input) or is_in_memory(input) or not input.is_floating_point():
         return torch.square(input)
-    return _Square.call(input, quantizer)
+    return _Square.apply(input, quantizer)
 
 
 def pow(input: Tensor, exponent, *, quantizer: Quantizer) -> Tensor:
@@ -44,14 +44,14 @@ def exp(input: Tensor, *, quantizer: Quantizer) -> Tensor:
     """
     if not is_differentiated(input) or not input.is_floating_point():
         return torch.exp(input)
-    return _Exp.call(input, quantizer)
+    return _Exp.apply(input, quantizer)
 
 
 def erf(input: Tensor, *, quantizer: Quantizer) -> Tensor:
     """Compute torch.erf and save the derivative quantized."""
     if not is_differentiated(input) or not input.is_floating_point():
         return torch.erf(input)
-    return _Erf.call(input, quantizer)
+    return _Erf.apply(input, quantizer)
 
 
 def clamp(input: Tensor, min=None, max=None) -> Tensor:
@@ -60,21 +60,21 @@ def clamp(input: Tensor, min=None, max=None) -> Tensor:
     are_numbers = ends and all(isinstance(end, int | float) for end in ends)
     if not (are_numbers and is_differentiated(input) and input.is_floating_point()):
         return torch.clamp(input, min, max)
-    return _Clamp.call(input, min, max)
+    return _Clamp.apply(input, min, max)
 
 
 def maximum(input: Tensor, other: Tensor) -> Tensor:
     """Compute torch.maximum, and save in 2 bits per element which of the two is larger."""
     if not _is_comparison(input, other):
         return torch.maximum(input, other)
-    return _Largest.call(input, other, torch.maximum)
+    return _Largest.apply(input, other, torch.maximum)
 
 
 def minimum(input: Tensor, other: Tensor) -> Tensor:
     """Compute torch.minimum, and save in 2 bits per element which of the two is smaller."""
     if not _is_comparison(input, other):
         return torch.minimum(input, other)
-    return _Largest.call(input, other, torch.minimum)
+    return _Largest.apply(input, other, torch.minimum)
 
 
 def _is_comparison(input, other) -> bool:
@@ -91,7 +91,7 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
     """
     if sparse_grad or not is_differentiated(input):
         return torch.gather(input, dim, index, sparse_grad=sparse_grad)
-    return _Gather.call(input, dim, index)
+    return _Gather.apply(input, dim, index)
 
 
 class _Square(SavingFunction):

@@ -33,7 +33,7 @@ def vector_norm(
         return torch.linalg.vector_norm(input, ord, dim, keepdim, dtype=dtype, out=out)
     # An empty tuple stands for all dimensions too.
     dims = dim if isinstance(dim, int) or dim else tuple(range(input.dim()))
-    length = _Length.call(input, dims, quantizer)
+    length = _Length.apply(input, dims, quantizer)
     return length if keepdim else length.squeeze(dims)
 
 
@@ -68,7 +68,7 @@ def normalize(
     """
     if p != 2 or out is not None or not is_differentiated(input):
         return torch_functional.normalize(input, p, dim, eps, out)
-    return _Normalize.call(input, dim, eps, quantizer)
+    return _Normalize.apply(input, dim, eps, quantizer)
 
 
 class _Length(SavingFunction):

@@ -79,7 +79,7 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
         if y is not None:
             return y
     if quantizer is not None and recomputed.keeps_copy(x, function):
-        return recomputed.CopiedActivation.call(x, function, parameters, inplace, quantizer)
+        return recomputed.CopiedActivation.apply(x, function, parameters, inplace, quantizer)
     return autograd.apply_activation(x, function, parameters, encoding, inplace)
 
 
@@ -118,7 +118,7 @@ def _apply_unusual(x, function, parameters, bits, table, inplace, quantizer):
         if y is not None:
             return y
         if quantizer is not None and recomputed.keeps_copy(x, function):
-            return recomputed.CopiedActivation.call(x, function, parameters, inplace, quantizer)
+            return recomputed.CopiedActivation.apply(x, function, parameters, inplace, quantizer)
         found = recomputed.copies_of_input(x, function, encoded)
         if found:
             y, codes = autograd.Transformable.apply(

@@ -40,7 +40,8 @@ class Activation(Function):
             y, packed = _in_context(context, *arguments)
         if inplace:
             ctx.mark_dirty(x)
-        offload.mark(packed)
+        if offload.running.entered:
+            offload.mark(packed)
         ctx.save_for_backward(packed)
         return y
 

@@ -46,8 +46,9 @@ def keeps_copy(x: Tensor, function: str) -> bool:
 
     Codes take fewer bytes for parameters, such as a temperature, and for a few elements.
     """
-    is_parameter = isinstance(x, torch.nn.Parameter)
-    return function not in TWO_VALUED and not is_parameter and x.numel() >= LEAST_FEATURES
+    if function in TWO_VALUED or isinstance(x, torch.nn.Parameter):
+        return False
+    return x.numel() >= LEAST_FEATURES
 
 
 class CopiedActivation(SavingFunction):

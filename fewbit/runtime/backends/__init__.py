@@ -44,10 +44,9 @@ def of(tensor: torch.Tensor):
     If compiled kernels exist for this type of device but cannot run, the first call for the device warns.
     """
     device = tensor.device
-    backend = _chosen.get(device)
-    if backend is None:
-        backend = _chosen[device] = _choose(device)
-    return backend
+    if device not in _chosen:
+        _chosen[device] = _choose(device)
+    return _chosen[device]
 
 
 def _choose(device: torch.device):

@@ -6,6 +6,7 @@ import ctypes
 import os
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +27,7 @@ from fewbit.runtime.backends.results import QuantizedForward
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.bit_sharing import gains_of
 from fewbit.runtime.format.encoding import Encoding, mask_text, packed_words
-from fewbit.runtime.format.layout import check_vectors, is_broadcast_scalar
+from fewbit.runtime.format.layout import is_broadcast_scalar
 from fewbit.text import one_line
 
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
@@ -148,16 +149,16 @@ class Kernels:
         number, table = _NUMBERS.get(function), _table(encoding)
         if number is None or table is None or x.dtype == torch.float64:
             return None
-        copy, words, rows = _copy(x.shape, bits, group_size, kind)
+        copy = _copy(x.shape, bits, group_size, kind)
         codes = _packed(x.numel(), encoding.bits, x.device)
-        packed = torch.empty(words, dtype=torch.int32, device=x.device)
-        ranges = _ranges(rows, x.device)
+        packed = torch.empty(copy.words, dtype=torch.int32, device=x.device)
+        ranges = _ranges(copy.rows, x.device)
         done = self._kernels.forward_quantized(
             number,
             *(*parameters, 0.0, 0.0)[:2],
             table,
             x,
-            copy,
+            copy.shape,
             out,
             codes,
             seed,
@@ -169,11 +170,11 @@ class Kernels:
         return QuantizedForward(codes, packed, ranges) if done else None
 
     def _relu_quantized(self, x, out, seed, bits, group_size):
-        copy, words, rows = _copy(x.shape, bits, group_size, MASKED)
+        copy = _copy(x.shape, bits, group_size, MASKED)
         mask = _packed(x.numel(), 1, x.device)
-        packed = torch.empty(words, dtype=torch.int32, device=x.device)
-        ranges = _ranges(rows, x.device)
-        done = self._kernels.relu_quantized(x, copy, out, mask, seed, packed, ranges)
+        packed = torch.empty(copy.words, dtype=torch.int32, device=x.device)
+        ranges = _ranges(copy.rows, x.device)
+        done = self._kernels.relu_quantized(x, copy.shape, out, mask, seed, packed, ranges)
         return QuantizedForward(mask, packed, ranges) if done else None
 
     def quantize(
@@ -189,44 +190,40 @@ class Kernels:
     ):
         """Quantize a tensor."""
         if widths is None:
-            copy, words, rows = _copy(x.shape, bits, group_size, kind)
+            copy = _copy(x.shape, bits, group_size, kind)
+            words, rows = copy.words, copy.rows
         else:
-            copy, _, _ = _copy(x.shape, _UNUSED_BITS, group_size, kind)
-            rows = groups.most_groups(*groups.samples_of(x.shape), group_size)
-            rows += groups.seed_rows(kind)
+            copy = _copy(x.shape, _UNUSED_BITS, group_size, kind)
+            rows = copy.most_rows
         packed = torch.empty(words, dtype=torch.int32, device=x.device)
         ranges = torch.empty(rows, 2, dtype=torch.bfloat16, device=x.device)
         of_widths = self._no_widths if widths is None else self._widths_arguments(widths)
-        vectors = () if normalize is None else _vectors(normalize, x.numel())
-        self._kernels.quantize(x, copy, *of_widths, seed, packed, ranges, *vectors)
+        self._kernels.quantize(x, copy.shape, *of_widths, seed, packed, ranges, *(normalize or ()))
         return packed, ranges
 
     def channel_statistics(self, x, count, normalize=None):
         """Estimate the mean and the scale of each channel of a tensor."""
         out = torch.empty(count, 2, dtype=torch.bfloat16, device=x.device)
-        vectors = () if normalize is None else _vectors(normalize[:3], x.numel())
-        self._kernels.channel_statistics(x, out, *vectors)
+        self._kernels.channel_statistics(x, out, *(normalize or ())[:3])
         return out
 
     def squares(self, x, group_size, normalize=None, kind=UNIFORM):
-        """Return, for each sample, a sum to which the variance of rounding is proportional."""
-        samples, features = groups.samples_of(x.shape)
-        if features < groups.LEAST_FEATURES:
+        """Return, for each sample, a sum to which the variance of rounding is proportional, see `reference.squares`."""
+        copy = _copy(x.shape, _UNUSED_BITS, group_size, kind)
+        if copy.features < groups.LEAST_FEATURES:
             return reference.squares(x, group_size, normalize, kind)
-        copy, _, _ = _copy(x.shape, _UNUSED_BITS, group_size, kind)
-        count = groups.group_count(samples, features, group_size)
-        out = torch.empty(count, dtype=torch.float32, device=x.device)
-        vectors = () if normalize is None else _vectors(normalize, x.numel())
-        self._kernels.squares(x, copy, out, *vectors)
-        return out.view(samples, count // max(samples, 1)).sum(1)
+        out = torch.empty(copy.samples, copy.groups, dtype=torch.float32, device=x.device)
+        self._kernels.squares(x, copy.shape, out, *(normalize or ()))
+        return out.sum(1)
 
     def share_bits(self, squares, total, kind):
-        """Return the bits of each sample."""
-        samples = squares.numel()
+        """Return the bits of each sample, see `reference.share_bits`."""
+        (samples,) = squares.shape
         if samples > _MOST_SAMPLES and squares.is_cuda:
             return reference.share_bits(squares, total, kind)
         widths = torch.empty(samples, dtype=torch.uint8, device=squares.device)
-        squares = squares.to(torch.float32).contiguous()
+        if squares.dtype is not torch.float32 or not squares.is_contiguous():
+            squares = squares.to(torch.float32).contiguous()
         self._kernels.share_bits(squares, total - MIN_BITS * samples, gains_of(kind), widths)
         return widths
 
@@ -245,12 +242,10 @@ class Kernels:
     ) -> None:
         """Write the values that codes stand for to `out`."""
         bits = bits if widths is None else _UNUSED_BITS
-        copy, _, _ = _copy(out.shape, bits, group_size, kind)
+        copy = _copy(out.shape, bits, group_size, kind)
         of_widths = self._no_widths if widths is None else self._widths_arguments(widths)
-        mapped = ()
-        if not (affine is mask is channels is None):
-            mapped = _map(affine, mask, channels, out.numel())
-        self._kernels.dequantize(packed, ranges, copy, *of_widths, out, *mapped)
+        mapped = *(affine or _NO_VECTORS), mask, channels
+        self._kernels.dequantize(packed, ranges, copy.shape, *of_widths, out, *mapped)
 
     def can_compute_batch_norm(self, bits, group_size, shape):
         """Return whether `batch_norm_backward` has kernels for a copy.
@@ -269,7 +264,7 @@ class Kernels:
         self, packed, ranges, bits, group_size, grad, rstd, weight, needs_input=True
     ):
         """See `reference`. Sums are added up in the same order in each run."""
-        copy, _, _ = _copy(grad.shape, bits, group_size, ROTATED)
+        copy = _copy(grad.shape, bits, group_size, ROTATED).shape
         of_weight, of_bias = torch.empty_like(rstd), torch.empty_like(rstd)
         out = torch.empty_like(grad) if needs_input else None
         floats = self._kernels.batch_norm_floats(len(rstd))
@@ -291,29 +286,14 @@ class Kernels:
     def encode_fixed(self, x, y, grid, bits, inner, normalize=None):
         """Return the packed fixed-point codes of a normalized input."""
         packed = _packed(x.numel(), bits, x.device)
-        self._kernels.encode_fixed(
-            x,
-            y,
-            grid,
-            inner,
-            bits,
-            packed,
-            *_vectors(normalize, x.numel()),
-        )
+        self._kernels.encode_fixed(x, y, grid, inner, bits, packed, *(normalize or ())[:3])
         return packed
 
     def decode_fixed(self, packed, grid, bits, inner, out, slope=None, scale=None) -> None:
-        """Write the values that fixed-point codes stand for to `out`."""
-        self._kernels.decode_fixed(
-            packed,
-            grid,
-            inner,
-            bits,
-            slope is not None,
-            slope or 0.0,
-            out,
-            *_vectors(scale, out.numel()),
-        )
+        """Write the values that fixed-point codes stand for to `out`, see `reference.decode_fixed`."""
+        is_activated = slope is not None
+        settings = grid, inner, bits, is_activated, slope or 0.0
+        self._kernels.decode_fixed(packed, *settings, out, *(scale or ()))
 
     def mask_fixed(self, grad, packed, grid, bits, inner, slope, out) -> None:
         """Write the gradient of a ReLU or LeakyReLU to `out`."""
@@ -325,26 +305,6 @@ def _element(tensor, like):
     if tensor.numel() != like.numel():
         raise ValueError(f"grad: expected {like.numel()} elements, got {tensor.numel()}")
     return tensor.data_ptr(), 1, _DTYPES.get(tensor.dtype, -1), tensor.get_device()
-
-
-def _vectors(given, n):
-    """Return the last arguments of a kernel, vectors and `inner`, from an argument `normalize`, `affine` or `scale`."""
-    if given is None:
-        return ()
-    *vectors, inner = given[:3]
-    channels = [numbers for numbers in given[3:] if numbers is not None]
-    if not channels or any(vector is not None for vector in vectors):
-        check_vectors(vectors, inner, n)
-    return *vectors, inner, *channels
-
-
-def _map(affine, mask, channels, n):
-    """Return the last arguments of `dequantize`: vectors, `inner`, the mask and the numbers of channels."""
-    vectors = () if affine is None else _vectors(affine, n)
-    if mask is None and channels is None:
-        return vectors
-    rest = (mask,) if channels is None else (mask, channels)
-    return *(vectors or _NO_VECTORS), *rest
 
 
 @lru_cache(maxsize=1024)
@@ -371,16 +331,41 @@ _STEP = _table(Encoding.parse(mask_text(1.0)))
 """The table whose code of x is x > 0. Ops in C++ refer to it, so it lives as long as the process."""
 
 
+class _Copy(NamedTuple):
+    """The sizes of a tensor's copy.
+
+    Attributes:
+        shape: the sizes and settings, as the kernels read them.
+        words: the number of words of the packed codes, if all samples have the same bits.
+        rows: the number of rows of `ranges`, if all samples have the same bits.
+        most_rows: the largest number of rows if samples have different bits.
+        samples: the number of samples.
+        features: the number of elements of a sample.
+        groups: the number of groups of a sample, if no group runs across samples.
+    """
+
+    shape: _kernels.CopyShape
+    words: int
+    rows: int
+    most_rows: int
+    samples: int
+    features: int
+    groups: int
+
+
 @lru_cache(maxsize=4096)
-def _copy(shape, bits: int, group_size: int, kind: str):
-    """Return (sizes and settings of a tensor's copy, words of the packed codes, rows of `ranges`), for samples of the same bits.
+def _copy(shape, bits: int, group_size: int, kind: str) -> _Copy:
+    """Return the sizes of a copy of a tensor of this shape.
 
     Raises:
         InputError: the groups are too large for this kind.
     """
     check_rotated_size(kind, group_size)
-    made = _kernels.CopyShape(*groups.samples_of(shape), group_size, bits, KIND_NUMBERS[kind])
-    return made, made.words, made.rows
+    samples, features = groups.samples_of(shape)
+    made = _kernels.CopyShape(samples, features, group_size, bits, KIND_NUMBERS[kind])
+    most_rows = groups.most_groups(samples, features, group_size) + groups.seed_rows(kind)
+    of_sample = -(-features // group_size)
+    return _Copy(made, made.words, made.rows, most_rows, samples, features, of_sample)
 
 
 def _packed(n: int, bits: int, device) -> torch.Tensor:

@@ -57,7 +57,7 @@ def words_of_total(total: int, features: int) -> int:
 
     Padding adds at most 1 + 2 + ... + 8 = 36 words, because a block of b-bit codes has b words.
     """
-    return -(-total * features // BLOCK) + sum(range(1, 9))
+    return -(-total * features // BLOCK) + 36
 
 
 def quantized_bytes(

@@ -9,7 +9,8 @@ def rows(x):
     """Return x as a matrix: all dimensions but the last are merged into one. Sizes of 0 are allowed."""
     if x.ndim == 2:
         return x
-    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+    *leading, last = x.shape
+    return x.reshape(prod(leading) if 0 in x.shape else -1, last)
 
 
 def over_rows(x, dims: int = 1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -20,19 +20,22 @@ class _Stack(threading.local):
 stack = _Stack()
 
 
+class _Bypass:
+    """The context manager that `bypass` returns."""
+
+    __slots__ = ("before",)
+
+    def __enter__(self):
+        self.before = stack.modes
+        stack.modes = (*self.before, True)
+
+    def __exit__(self, *_):
+        stack.modes = self.before
+
+
 def bypass():
-    """Return a context manager within which functions stay torch's own."""
-    return nullcontext() if torch.compiler.is_compiling() else _bypass()
-
-
-@contextmanager
-def _bypass():
-    before = stack.modes
-    stack.modes = (*before, True)
-    try:
-        yield
-    finally:
-        stack.modes = before
+    """Return a context manager within which functions stay torch's own, as they do if a model is in evaluation mode."""
+    return nullcontext() if torch.compiler.is_compiling() else _Bypass()
 
 
 def current_mode():
@@ -55,7 +58,7 @@ def run_outside(function, *args, **kwargs):
 
     fewbit's layers call hundreds of methods of tensors, none of which the mode would replace.
     """
-    if not torch._C._len_torch_function_stack() or torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or not torch._C._len_torch_function_stack():
         return function(*args, **kwargs)
     mode = torch._C._pop_torch_function_stack()
     is_ours = ReplacingMode in type(mode).__mro__

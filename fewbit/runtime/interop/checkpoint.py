@@ -15,14 +15,16 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _REENTRANT = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
 
 
 def checkpoint_hook():
     """Return the pack hook of the running region with `use_reentrant=False`, or None."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack = hooks and hooks[0]
-    return pack if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else None
+    hooks = top_hooks(False)
+    if hooks is None:  # most calls end here
+        return None
+    return hooks[0] if getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint" else None
 
 
 def region_of(hook):

@@ -13,14 +13,14 @@ from fewbit.text import shorten
 
 PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
-_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 """The key that is included in torch's dispatch while `make_fx(..., pre_dispatch=True)` traces."""
-_keys_of, included_keys = torch._C._dispatch_keys, torch._C._dispatch_tls_local_include_set
-_ordinary_keys: set[int] = set()
-"""The dispatch keys of ordinary tensors that were seen."""
+modes_active = torch._C._len_torch_dispatch_stack
+transforms_active = torch._C._are_functorch_transforms_active
+_is_legacy_batch = torch._C._functorch.is_legacy_batchedtensor
+_included_keys = torch._C._dispatch_tls_local_include_set
+is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _TRACING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL
-NO_MODE: int
-"""The dispatch keys that are included where no mode and no transform is active."""
 
 
 def is_plain(x) -> bool:
@@ -28,23 +28,14 @@ def is_plain(x) -> bool:
 
     Dispatch modes that only watch operations make no difference, unlike those that make fake tensors or trace.
     """
-    # Every layer calls this function, so it calls few others.
+    # Every layer calls this function, so it calls few others, and cheap ones.
     if type(x) not in PLAIN_CLASSES or torch.compiler.is_dynamo_compiling():
         return False
-    is_ordinary = _keys_of(x).raw_repr() in _ordinary_keys or _is_ordinary(x)
-    return is_ordinary and (included_keys().raw_repr() == NO_MODE or not _hides_values())
-
-
-def _is_ordinary(x) -> bool:
-    """Return whether x is dense and stands for itself, which follows from its dispatch keys."""
-    found = (
-        x.layout is torch.strided
-        and not (x.is_nested or x.is_meta or x.is_neg())
-        and not is_wrapped(x)
-    )
-    if found:
-        _ordinary_keys.add(_keys_of(x).raw_repr())
-    return found
+    if x.layout is not torch.strided or x.is_meta or x.is_nested or x.is_neg():
+        return False
+    if modes_active() or transforms_active() or is_included(PRE_DISPATCH):
+        return not (_hides_values() or is_wrapped(x))
+    return not _is_legacy_batch(x)
 
 
 def _without_modes(function):
@@ -56,17 +47,17 @@ def _without_modes(function):
     return found[0]
 
 
-def is_unusual_mode() -> bool:
-    """Return whether a transform of torch.func, a tracer or any dispatch mode is active. Dynamo must not trace this."""
-    return included_keys().raw_repr() != NO_MODE
+def is_usual_mode() -> bool:
+    """Return whether no transform of torch.func, no tracer and no dispatch mode is active. Dynamo must not trace this."""
+    return _included_keys().raw_repr() == _NO_MODE
 
 
 def _hides_values() -> bool:
     return bool(
         torch.compiler.is_compiling()
-        or torch._C._functorch.maybe_current_level() is not None
-        or (torch._C._len_torch_dispatch_stack() and _has_mode(_FAKE, *_TRACING))
-        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+        or transforms_active()
+        or (modes_active() and _has_mode(_FAKE, *_TRACING))
+        or is_included(PRE_DISPATCH)
     )
 
 
@@ -93,8 +84,7 @@ def _has_mode(*keys) -> bool:
 
 def is_wrapped(x: torch.Tensor) -> bool:
     """Return whether x stands for other tensors, in a transform of `torch.func` or by `is_grads_batched=True`."""
-    functorch = torch._C._functorch
-    return functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
+    return torch._C._functorch.is_functorch_wrapped_tensor(x) or _is_legacy_batch(x)
 
 
 def is_batched(x, transforms_only: bool = False) -> bool:
@@ -137,4 +127,5 @@ def is_eager(x) -> bool:
     return is_plain(x) or is_abstract(x)
 
 
-NO_MODE = _without_modes(lambda: included_keys().raw_repr())
+_NO_MODE = _without_modes(lambda: _included_keys().raw_repr())
+"""The dispatch keys that are included where no mode and no transform is active."""

@@ -50,29 +50,28 @@ def quantize_samples(x, seed, slot, samples, group_size, normalize=None, kind=UN
         sensitivities, (samples,) float32: a sample with a larger number gets more bits.
     """
     source = _by_samples(x, samples)
-    features = source.numel() // samples
-    total = slot.total(samples)
-    of_samples = _sensitivities(source, slot, group_size, normalize, kind)
-    widths = backends.of(source).share_bits(of_samples, total, kind)
-    words = groups.words_of_total(total, features)
-    tensors = quantize(source, seed, 0, group_size, normalize, widths, words, kind)
+    total, backend = slot.total(samples), backends.of(source)
+    of_samples = backend.squares(source, group_size, normalize, kind)
+    of_samples = slot.assignment.sensitivities(slot, of_samples)
+    widths = backend.share_bits(of_samples, total, kind)
+    words = groups.words_of_total(total, source.numel() // samples)
+    tensors = backend.quantize(source, seed, 0, group_size, widths, words, normalize, kind)
     return *tensors, widths, of_samples
 
 
 def sensitivities(x, slot, samples, group_size, normalize=None, kind=UNIFORM):
     """Return the numbers by which `quantize_samples` shares bits among samples, (samples,) float32."""
-    return _sensitivities(_by_samples(x, samples), slot, group_size, normalize, kind)
+    found = squares(_by_samples(x, samples), group_size, normalize, kind)
+    return slot.assignment.sensitivities(slot, found)
 
 
 def _by_samples(x, samples):
-    x = _narrow(x.detach())
+    """Return x, dense and with samples outermost in storage, viewed so that dimension 0 has size `samples`."""
+    if x.dtype is torch.float64:
+        x = x.float()  # the kernels compute in float32
     if not x.is_contiguous() and not layout.is_by_sample(x):
-        x = x.contiguous()
-    return x if x.shape[0] == samples else x.view(samples, -1)
-
-
-def _sensitivities(source, slot, group_size, normalize, kind):
-    return slot.assignment.sensitivities(slot, squares(source, group_size, normalize, kind))
+        x = x.detach().contiguous()
+    return x if x.shape[0] == samples else x.detach().view(samples, -1)
 
 
 def channel_statistics(x, count, normalize=None):

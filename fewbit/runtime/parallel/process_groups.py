@@ -25,9 +25,12 @@ class ProcessGroups(NamedTuple):
         return tuple(distributed.get_rank(group) for group in self.data)
 
 
+_IS_AVAILABLE = distributed.is_available()
+
+
 def is_distributed_run() -> bool:
     """Return whether several processes may train a model."""
-    return distributed.is_available() and distributed.is_initialized()
+    return _IS_AVAILABLE and distributed.is_initialized()
 
 
 def process_groups(module) -> ProcessGroups:

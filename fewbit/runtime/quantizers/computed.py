@@ -67,7 +67,12 @@ def _can_share(quantizer, y: Tensor, copies: tuple[SavedTensors, ...]) -> bool:
         return False
     is_usual = type(y) in PLAIN_CLASSES or is_abstract(y)
     # A compiler's copies have an anchor.
-    return is_usual and all([c.trace_anchor is None and can_be_combined(c) for c in copies])
+    if not is_usual:
+        return False
+    for copy in copies:
+        if copy.trace_anchor is not None or not can_be_combined(copy):
+            return False
+    return True
 
 
 def copy_of(quantizer, x: Tensor) -> SavedTensors | None:

@@ -45,24 +45,27 @@ class AffineResultSpec(NamedTuple):
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return approximate values of y, in the size of x~."""
         *saved, weight, bias = tensors
-        affine = self._placed(weight), self._placed(bias), self._inner()
-        return self.normalized.dequantize(saved, dtype or self.dtype, affine)
+        if self.channels is not None:
+            weight, bias = self._placed(weight), self._placed(bias)
+        inner = _inner(self.normalized.size, self.normalized.stride, self.channels is not None)
+        return self.normalized.dequantize(saved, dtype or self.dtype, (weight, bias, inner))
 
     def for_consumer(self, name: str) -> AffineResultSpec:
         """See `QuantizedTensorSpec.for_consumer`."""
         return self._replace(normalized=self.normalized.for_consumer(name))
 
-    def _inner(self) -> int | None:
-        """Return how many elements that follow each other in memory have the same weight entry, or None."""
-        size, stride = self.normalized.size, self.normalized.stride
-        if self.channels is not None and stride[1] == 1:
-            return 1
-        if stride != layout.contiguous_stride(size):
-            return None
-        return 1 if self.channels is None else math.prod(size[2:])
-
     def _placed(self, vector):
-        return vector if vector is None or self.channels is None else vector.view(self.channels)
+        return None if vector is None else vector.view(self.channels)
+
+
+@lru_cache(maxsize=4096)
+def _inner(size, stride, has_channels: bool) -> int | None:
+    """Return how many elements that follow each other in memory have the same weight entry; None if that varies."""
+    if has_channels and stride[1] == 1:
+        return 1
+    if stride != layout.contiguous_stride(size):
+        return None
+    return math.prod(size[2:]) if has_channels else 1
 
 
 def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None) -> None:
@@ -91,7 +94,7 @@ def _result_copy(saved: SavedTensors, weight, bias, dtype, channels, before) -> 
             return None
         bias = bias.detach().clone()
     spec = AffineResultSpec(saved.spec, dtype, channels)
-    return saved._replace(tensors=(*saved.tensors, weight, bias), spec=spec)
+    return SavedTensors((*saved.tensors, weight, bias), spec, None, saved.is_observed)
 
 
 def save_copies(x, mean, rstd, inner, copies, quantizer, features=None):
@@ -138,7 +141,9 @@ def dequantize_scaled(kept, rstd, inner, dtype):
     torch's backward functions of norms give the same gradients for it, with 0 in place of the mean.
     """
     spec, tensors = kept.copy("x")
-    return spec.dequantize(tensors, dtype, (rstd.to(spec.dtype).reciprocal(), None, inner))
+    if rstd.dtype is not spec.dtype:
+        rstd = rstd.to(spec.dtype)
+    return spec.dequantize(tensors, dtype, (rstd.reciprocal(), None, inner))
 
 
 def constant_like(statistic, value: float):

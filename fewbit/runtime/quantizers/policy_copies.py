@@ -33,7 +33,8 @@ def quantize_slot(
     )
     slot = assignment.slot((quantizer.name, number), average, quantizer.is_fixed, kind)
     samples = assignment.samples_of(x, quantizer.name if number == 0 else "")
-    codec = None if quantizer.is_fixed else assignment.codecs.get(slot.name)
+    codecs = assignment.codecs
+    codec = codecs[slot.name] if slot.name in codecs and not quantizer.is_fixed else None
     probe, sensitivities = assignment.probe, None
     is_observed = probe is not None or assignment.numbers is not None
     # Short samples of different bits do not lie side by side in a group.
@@ -61,7 +62,7 @@ def quantize_slot(
             tensors = (*tensors, mask)
     if is_observed:
         spec = spec.with_slot(slot)
-    if x.numel() and (probe is not None or assignment.unobserved):
+    if (probe is not None or assignment.unobserved) and x.numel():
         _report_unobserved(quantizer, assignment, slot)
     if probe is not None and x.numel() and not in_backward():
         record = QuantizationRecord(x.detach(), tuple(tensors), spec, *how)

@@ -154,7 +154,7 @@ def activate(x, function: str, parameters: tuple, encoding: Encoding, inplace: b
     slope = float(parameters[0]) if parameters else 0.0
     if saved is None or saved.spec.slope != 1.0 or not _is_exact(encoding, slope):
         return None
-    y = _TwoValued.call(x, slope, inplace, saved)
+    y = _TwoValued.apply(x, slope, inplace, saved)
     _share(forward.context, y, SavedTensors(saved.tensors, saved.spec._replace(slope=slope)))
     return y
 

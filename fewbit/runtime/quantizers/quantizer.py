@@ -23,9 +23,10 @@ from fewbit.config import (
     check_rotated_size,
     usual_kind,
 )
+from fewbit.runtime import backends
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.channels import Normalization, channels_of, count_of
-from fewbit.runtime.interop import tensor_kinds
+from fewbit.runtime.interop.checkpoint import top_hooks
 from fewbit.runtime.interop.compiler_tracing import notify_traced
 from fewbit.runtime.interop.tensor_kinds import (
     PLAIN_CLASSES,
@@ -34,6 +35,7 @@ from fewbit.runtime.interop.tensor_kinds import (
     is_eager,
     is_plain,
     overrides_functions,
+    transforms_active,
 )
 from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.parallel.shards import has_arrived, is_distributed
@@ -50,7 +52,7 @@ from fewbit.runtime.quantizers.spec import (
 )
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.assignment import COMPILED
-from fewbit.runtime.saved.context import ForwardContext, top_hooks
+from fewbit.runtime.saved.context import ForwardContext
 from fewbit.runtime.saved.forward import running
 from fewbit.runtime.saved.seeds import purpose
 from fewbit.runtime.saved.sharing import place_of
@@ -189,18 +191,15 @@ class Quantizer:
         context, kind = self.context, self.kind
         if kind is None:
             kind = usual if self.group_size <= LARGEST_ROTATED_GROUP else UNIFORM
-        is_usual = is_plain(x)
-        if not is_usual:
-            x = has_arrived(x)
-            is_usual = is_plain(x)
+        # Every layer of a model runs this code, so it calls few functions.
+        x, is_usual = _arrived(x)
+        forward = running.forward
         if self.recomputes_linear and shared and recomputes:
             saved = computed.again(self, x)
             if saved is not None:
                 return saved
         if context is None or not (is_usual or is_abstract(x)):
             return self._quantize_alone(x, is_usual, slot, kind, features, extra_bits)
-        # Every layer of a model runs the code that follows, so it calls few functions.
-        forward = running.forward
         if forward is None or forward.context is not context or top_hooks(False) is not None:
             forward = context.saving(x)
         stride, order, by_sample = None, None, True
@@ -231,14 +230,16 @@ class Quantizer:
     def _save(self, x, saving, shared, slot, kind, channels, extra_bits, is_usual, stride=None):
         """Quantize x, which lies in memory in the order of its dimensions, or share a copy."""
         copies, mask, result = saving.shared, None, None
-        place = place_of(x) if shared and copies is not None else None
+        place = place_of(x, stride=stride) if shared and copies is not None else None
         if place is not None:
             key = self.key
-            saved = copies.get(place, key) if place in copies.copies else None
+            saved, is_known = None, place in copies.copies
+            if is_known:
+                saved = copies.get(place, key)
             if copies.results and not saving.is_region:
                 result = copies.results.get(place)
             # An activation chooses its copy by the forward before this one, so only equal settings share the copy.
-            if saved is None and result is None and place in copies.copies:
+            if is_known and saved is None and result is None:
                 saved = copies.with_more_bits(place, key)
             if copies.masks and (saved is None or channels) and kind == ROTATED:
                 mask = None if saving.is_region else copies.get_mask(x)
@@ -274,10 +275,15 @@ class Quantizer:
         return made
 
     def _made(self, x, dtype, bits, kind, seed, channels, stride, mask=None, normalize=None):
+        """Return a copy of x, or of x normalized by `normalize`, that is dequantized in `dtype` and with these strides."""
+        if stride is not None and x.stride() != stride:
+            x = x.detach().contiguous()
+        if x.dtype is torch.float64:
+            x = x.float()  # the kernels compute in float32
         if channels:
             normalize = copies.with_channels(x, normalize, channels)
-        tensors = quantizer_ops.quantize(
-            x, seed, bits, self.group_size, normalize, None, None, kind
+        tensors = backends.of(x).quantize(
+            x, seed, bits, self.group_size, None, None, normalize, kind
         )
         if channels:
             tensors = (*tensors, normalize.channels)
@@ -286,7 +292,8 @@ class Quantizer:
         if offload.running.entered:
             offload.mark(*tensors)
         how = self.group_size, kind, mask is not None, channels > 0
-        return SavedTensors(tensors, spec_of(x.shape, stride, dtype, bits, *how))
+        spec = spec_of(x.shape, stride, dtype, bits, *how)
+        return _new(SavedTensors, (tensors, spec, None, False))
 
     def _channels_of(self, x, kind, features) -> int:
         if features is None or kind != ROTATED or x.dim() < 2:
@@ -317,18 +324,17 @@ class Quantizer:
                 number e has entry (e div inner) mod (number of entries). None if x is laid out differently.
             features: as in `quantize`.
         """
-        is_usual = is_plain(x)
-        if not is_usual:
-            x = has_arrived(x)
-            is_usual = is_plain(x)
-        kind, dtype = self.kind_of(ROTATED), x.dtype
+        x, is_usual = _arrived(x)
+        kind, dtype = self.kind, x.dtype
+        if kind is None:
+            kind = ROTATED if self.group_size <= LARGEST_ROTATED_GROUP else UNIFORM
         fits = inner is not None and rstd.dtype == torch.float32 and dtype != torch.float64
         stride = None if is_usual and x.is_contiguous() else x.stride()
         if fits and (stride is None or layout.is_by_sample(x)):
             # A kernel normalizes while it quantizes, so no memory is taken for the normalized values.
             if is_usual:
                 channels = _channels(x.shape, stride, features) if kind == ROTATED else 0
-                by = Normalization(flat(mean), flat(rstd), inner)
+                by = _new(Normalization, (flat(mean), flat(rstd), inner, None))
                 return self._save_normalized(x, torch.float32, kind, channels, stride, by, dtype)
             if is_abstract(x):
                 copy = self._quantize_traced(x, kind, self._channels_of(x, kind, features))
@@ -432,8 +438,21 @@ class Quantizer:
         return ", ".join(parts)
 
 
+_new = tuple.__new__
 _place_of = layout.place_in_storage
 _place = lru_cache(maxsize=4096)(_place_of)
+
+
+def _arrived(x) -> tuple[torch.Tensor, bool]:
+    """Return x, which a collective may have returned (`has_arrived`), and whether x is plain (`is_plain`)."""
+    # Every tensor that a layer saves comes here.
+    if torch.compiler.is_dynamo_compiling():
+        return x, False
+    forward = running.forward
+    if forward is not None and forward.is_plain(x):
+        return x, True
+    x = has_arrived(x)
+    return x, is_plain(x)
 
 
 def _channels_in(shape, stride, features: tuple[int, ...] | None) -> int:
@@ -510,11 +529,8 @@ def is_differentiated(*tensors) -> bool:
         return False
     if torch.compiler.is_dynamo_compiling():
         return True
-    if tensor_kinds.included_keys().raw_repr() != tensor_kinds.NO_MODE:
-        if torch.compiler.is_compiling():
-            return True
-        if torch._C._functorch.maybe_current_level() is not None or torch.jit.is_tracing():
-            return False
+    if transforms_active() or torch._C._is_tracing():
+        return torch.compiler.is_compiling()
     if forward_ad._current_level >= 0:
         refuse_forward_mode(*tensors)
     return True

@@ -19,8 +19,14 @@ from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.channels import Normalization
 from fewbit.runtime.format.distortion import distortion
-from fewbit.runtime.interop import tensor_kinds
-from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, is_plain
+from fewbit.runtime.interop.tensor_kinds import (
+    PLAIN_CLASSES,
+    PRE_DISPATCH,
+    is_included,
+    is_plain,
+    modes_active,
+    transforms_active,
+)
 from fewbit.runtime.ops import quantizer_ops
 from fewbit.runtime.parallel.process_groups import is_distributed_run
 from fewbit.runtime.probes import restoring
@@ -65,11 +71,8 @@ class QuantizedTensorSpec(NamedTuple):
         """
         if affine is not None and not (affine[0] is affine[1] is None):
             return self._dequantize_mapped(tensors, dtype or self.dtype, affine)
-        if self.slot is None and self.samples is None and not torch.compiler.is_dynamo_compiling():
-            packed = tensors[0]
-            is_usual = tensor_kinds.included_keys().raw_repr() == tensor_kinds.NO_MODE
-            if type(packed) is torch.Tensor and is_usual and not packed.is_meta:
-                return self._by_kernel(tensors, dtype or self.dtype)
+        if self.slot is None and self.samples is None and _have_memory(tensors):
+            return self._by_kernel(tensors, dtype or self.dtype)
         return self._dequantize(tensors, dtype or self.dtype)
 
     def _by_kernel(self, tensors, dtype, affine=None):
@@ -90,10 +93,13 @@ class QuantizedTensorSpec(NamedTuple):
 
     def _dequantize_mapped(self, tensors, dtype, affine):
         scale, shift, inner = affine
-        fits = inner is not None and self.dtype is torch.float32 and self._is_mapped()
+        fits = inner is not None and self.dtype is torch.float32 and not self.has_mask
         fits = fits and (scale is None or type(scale) in PLAIN_CLASSES)
-        # The saved tensors are of one kind.
-        if fits and (shift is None or type(shift) in PLAIN_CLASSES) and is_plain(tensors[0]):
+        fits = fits and (shift is None or type(shift) in PLAIN_CLASSES)
+        # The kernels do not map short samples of different bits.
+        if fits and self.samples is not None:
+            fits = prod(self.size) >= self.samples * groups.LEAST_FEATURES
+        if fits and (_have_memory(tensors) or is_plain(tensors[0])):
             affine = flat(scale), flat(shift), inner
             if self.slot is None and self.samples is None:
                 return self._by_kernel(tensors, dtype, affine)
@@ -166,10 +172,13 @@ class QuantizedTensorSpec(NamedTuple):
             packed, ranges, *widths, self.samples, *place[1:], dtype, **how
         )
 
-    def _is_mapped(self) -> bool:
-        if self.has_mask:
-            return False
-        return self.samples is None or prod(self.size) >= self.samples * groups.LEAST_FEATURES
+
+def _have_memory(tensors) -> bool:
+    """Return whether the tensors of a copy, which are of one kind, are ordinary, and so is what an operation returns now."""
+    packed = tensors[0]
+    if torch.compiler.is_dynamo_compiling() or type(packed) is not torch.Tensor or packed.is_meta:
+        return False
+    return not (modes_active() or transforms_active() or is_included(PRE_DISPATCH))
 
 
 @lru_cache(maxsize=4096)
@@ -244,12 +253,12 @@ class ComputedSpec(NamedTuple):
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return approximate values of the result."""
-        values, tensors = [], list(tensors)
+        values, dtype = (), dtype or self.dtype
         for spec in self.specs:
             count = spec.count
-            values.append(spec.dequantize(tensors[:count]))
-            del tensors[:count]
-        return self.function(*values).to(dtype or self.dtype)
+            values, tensors = (*values, spec.dequantize(tensors[:count])), tensors[count:]
+        result = self.function(*values)
+        return result if result.dtype is dtype else result.to(dtype)
 
 
 class SavedTensors(NamedTuple):
@@ -282,13 +291,12 @@ def computed_from(
 
     The function can be pickled, and computes `products` linear layers. Each of the copies `can_be_combined`.
     """
-    copies = tuple(copies)
-    tensors = tuple(tensor for copy in copies for tensor in copy.tensors)
-    products += sum(products_of(copy) for copy in copies)
-    specs = tuple(copy.spec for copy in copies)
-    is_observed = any(copy.is_observed for copy in copies)
-    spec = ComputedSpec(function, specs, dtype, products)
-    return SavedTensors(tensors, spec, is_observed=is_observed)
+    tensors, specs, is_observed = (), (), False
+    for copy in copies:
+        tensors, specs = tensors + copy.tensors, (*specs, copy.spec)
+        products += products_of(copy)
+        is_observed = is_observed or copy.is_observed
+    return SavedTensors(tensors, ComputedSpec(function, specs, dtype, products), None, is_observed)
 
 
 def can_be_combined(copy: SavedTensors) -> bool:
@@ -393,8 +401,8 @@ def flat(vector: torch.Tensor | None) -> torch.Tensor | None:
     """Return the entries of a tensor as kernels expect them: 1-D, contiguous, float32."""
     if vector is None:
         return None
-    if vector.ndim == 1 and vector.dtype is torch.float32 and vector.is_contiguous():
-        return vector
+    if vector.dtype is torch.float32 and vector.is_contiguous():
+        return vector if vector.ndim == 1 else vector.detach().view(-1)
     vector = vector.detach()
     if vector.dtype != torch.float32:
         vector = vector.to(torch.float32)

@@ -25,6 +25,9 @@ COMPILED, REENTRANT, ALONE = "compiled", "reentrant", "alone"
 """Why no probe can measure a layer: it is compiled, in a checkpoint with use_reentrant=True, or called outside the model."""
 
 
+_new = tuple.__new__
+
+
 class TensorSlot(NamedTuple):
     """One tensor that a layer saves, in one forward pass.
 
@@ -163,10 +166,17 @@ class BitAssignment:
     def slot(
         self, name: tuple[str, int], average: float, is_fixed: bool, kind: str = UNIFORM
     ) -> TensorSlot:
-        """Return the slot `name`, with `average` unless it is not fixed and the policy chose another one."""
-        if not is_fixed:
-            average = self.averages.get(name, average)
-        return TensorSlot(name, average, is_fixed, self, kind=kind)
+        """Return the slot `name`, with the average that the policy chose for the slot, else with the given average.
+
+        Args:
+            name: (the layer's name, the number of the tensor among the layer's inputs).
+            average: the layer's own average of bits per element.
+            is_fixed: whether the policy must not change the average.
+            kind: the kind of the slot's copies.
+        """
+        if not is_fixed and name in self.averages:
+            average = self.averages[name]
+        return _new(TensorSlot, (name, average, is_fixed, self, None, None, kind))
 
     def activation_bits(self, name: str, default: int) -> int:
         """Return the bits that the policy chose for the few-bit activation `name`, else `default`."""

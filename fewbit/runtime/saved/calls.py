@@ -20,11 +20,10 @@ class CallGuard:
     def call(self, module, function, args=(), kwargs=None):
         """Return function(*args, **kwargs), run as a call of `module`. The outermost call is the whole forward pass."""
         forward = running.forward
-        if forward is None or forward.context is not self.context:
+        if forward is not None and forward.context is not self.context:
             forward = self.context.running()
-            if forward is None:
-                return self._outermost(module, function, args, kwargs or {})
-        return self._inner(forward, module, function, args, kwargs or {})
+        run = self._outermost if forward is None else self._inner
+        return run(forward, module, function, args, kwargs or {})
 
     def _inner(self, forward: Forward, module, function, args, kwargs):
         before, modes = (running.forward, forward.module, forward.hook), bypass.stack.modes
@@ -42,13 +41,14 @@ class CallGuard:
             running.forward, forward.module, forward.hook = before
             bypass.stack.modes = modes
 
-    def _outermost(self, module, function, args, kwargs):
+    def _outermost(self, _, module, function, args, kwargs):
+        """Run a call that is a forward pass of the model."""
         context, outer, modes = self.context, running.forward, bypass.stack.modes
         has_grad = torch.is_grad_enabled()
         compressor, start = context.compressor, 0
         # A reentrant checkpoint first runs its region without grad. The backward pass runs the region again with grad.
         if has_grad or (module.training and reentrant_region() is not None):
-            forward = context.begin(module, (*args, *kwargs.values()))
+            forward = context.begin(module, (*args, *kwargs.values()) if kwargs else args)
         else:
             forward = context.begin_without_gradients(module)
         entered = ()

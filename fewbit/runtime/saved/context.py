@@ -15,16 +15,17 @@ from fewbit.runtime.interop.checkpoint import (
     in_backward,
     reentrant_region,
     region_of,
+    top_hooks,
 )
 from fewbit.runtime.interop.module_calls import GUARD, TrackedModule
+from fewbit.runtime.interop.tensor_kinds import is_usual_mode
 from fewbit.runtime.parallel.process_groups import is_distributed_run, process_groups
 from fewbit.runtime.saved.assignment import ALONE, REENTRANT, BitAssignment
 from fewbit.runtime.saved.forward import NO_GROUPS, Forward, RunOfRegion, Saving, running
 from fewbit.runtime.saved.seeds import generator_hash, mixed, purpose
 
 MOST_CONSUMERS = 4096
-"""The largest number of remembered consumers."""
-top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+"""The largest number of remembered pairs of an activation and its consumer."""
 
 
 @contextmanager
@@ -84,7 +85,7 @@ class ForwardContext:
 
     def begin(self, module, inputs) -> Forward:
         """Return a forward pass that begins now, in a recomputation with the bits and seeds of the first run."""
-        outer = running.forward
+        outer, is_usual = running.forward, is_usual_mode()
         if in_backward():
             found = self._recorded() or self._unknown(inputs)
             forward = Forward(
@@ -96,6 +97,7 @@ class ForwardContext:
                 start=found.start,
                 groups=found.groups,
                 part=found.count(_PART),
+                is_usual=is_usual,
             )
             forward.continue_counting(found)
             return forward
@@ -107,17 +109,18 @@ class ForwardContext:
             assignment = self.policy.begin(module, inputs)
         self.is_distributed = is_distributed_run()
         groups = self._groups = process_groups(module) if self.is_distributed else NO_GROUPS
-        return Forward(self, module, outer, True, assignment, self._start(groups), groups)
+        start = self._start(groups, is_usual)
+        return Forward(self, module, outer, True, assignment, start, groups, is_usual=is_usual)
 
     def begin_without_gradients(self, module) -> Forward:
         """Return a forward pass with gradients disabled, without bits until a layer saves a tensor."""
         return Forward(self, module, running.forward, False, None, None, self._groups, False)
 
-    def _start(self, groups) -> int | None:
+    def _start(self, groups, is_usual) -> int | None:
         # In a CUDA graph, seeds must come from torch's own generator: others would be the same in every replay.
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return None
-        return generator_hash(self.salt, groups.data_rank if groups.data else ())
+        return generator_hash(self.salt, groups.data_rank if groups.data else (), is_usual)
 
     def running(self) -> Forward | None:
         """Return the forward pass of this model that runs in this thread, or None."""
@@ -131,16 +134,14 @@ class ForwardContext:
         """See `BitPolicy.shares_results`."""
         return self.policy is None or self.policy.shares_results
 
-    @contextmanager
-    def activation(self, path: str):
+    def run_activation(self, path: str, function, *args, **kwargs):
         """Return a context manager in whose block the activation at `path` counts as running."""
         forward = self.running()
         if forward is None:
-            yield
-            return
+            return function(*args, **kwargs)
         before, forward.activation = forward.activation, path
         try:
-            yield
+            return function(*args, **kwargs)
         finally:
             forward.activation = before
 
@@ -222,7 +223,8 @@ class ForwardContext:
 
     def end(self, forward: Forward) -> None:
         """Drop the copies of regions, unless the forward pass is a part of a region that still runs."""
-        if forward.hook is None or self.is_private or self._contains(forward):
+        is_over = forward.hook is None or self.is_private or self._contains(forward)
+        if is_over and self._local.latest is not None:
             self._local.forget_runs()
 
     def repeats(self, forward: Forward) -> bool:

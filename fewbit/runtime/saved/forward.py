@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fewbit.runtime.interop.checkpoint import checkpoint_hook
+from fewbit.runtime.interop.checkpoint import checkpoint_hook, top_hooks
 from fewbit.runtime.interop.module_calls import PATH
+from fewbit.runtime.interop.tensor_kinds import (
+    PLAIN_CLASSES,
+    modes_active,
+    transforms_active,
+)
 from fewbit.runtime.ops import library
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.parallel.process_groups import ProcessGroups
@@ -131,6 +136,7 @@ class Forward(Saving):
         module: the module whose call is the forward pass.
         outer: the forward pass of another model within which this one runs, or None.
         assignment, start, groups, shares, part: as in `Saving`.
+        is_usual: whether it began while no tracer, transform or dispatch mode was active.
 
     Attributes:
         module: the innermost module of the model that runs now.
@@ -139,7 +145,7 @@ class Forward(Saving):
         activation: the path of the module whose activation runs now, or None.
     """
 
-    __slots__ = ("activation", "context", "hook", "is_first", "module", "outer")
+    __slots__ = ("_is_usual", "activation", "context", "hook", "is_first", "module", "outer")
 
     def __init__(
         self,
@@ -152,15 +158,25 @@ class Forward(Saving):
         groups,
         shares=True,
         part=0,
+        is_usual=False,
     ):
         super().__init__(assignment, start, groups, shares, part)
         self.context, self.module, self.outer = context, module, outer
         self.hook, self.is_first, self.activation = checkpoint_hook(), is_first, None
+        self._is_usual = is_usual
+
+    def is_plain(self, x) -> bool:
+        """Return whether `tensor_kinds.is_plain(x)`, if no tracer or transform began within this forward pass."""
+        is_usual = self._is_usual and type(x) in PLAIN_CLASSES and x.layout is torch.strided
+        if not is_usual or x.is_meta or x.is_nested or x.is_neg():
+            return False
+        return not (modes_active() or transforms_active())
 
     @property
     def path(self) -> str:
         """The path of the innermost module that runs now."""
-        return vars(self.module).get(PATH, "")
+        attributes = self.module.__dict__
+        return attributes[PATH] if PATH in attributes else ""
 
     def recomputes_alike(self) -> bool:
         """Return whether a recomputation would run the present code within a call of this model again.
@@ -171,8 +187,14 @@ class Forward(Saving):
         return hook is None or self.hook is hook
 
     def compresses_functions(self) -> bool:
-        """Return whether to compress functions that the running module calls: in training, if they `recomputes_alike`."""
-        return self.module.training and self.recomputes_alike()
+        """Return whether to compress the functions that the running module calls now.
+
+        They are compressed if the module is in training mode, and if a recomputation would compress them again
+        (`recomputes_alike`).
+        """
+        if not self.module.training:
+            return False
+        return top_hooks(False) is None or self.recomputes_alike()
 
 
 class _Running(threading.local):

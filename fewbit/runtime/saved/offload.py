@@ -50,11 +50,6 @@ def mark(*tensors: torch.Tensor) -> None:
             forward.mark(tensors)
 
 
-def is_active() -> bool:
-    """Return whether this thread is within an `Offload` that moves marked tensors."""
-    return running.forward() is not None
-
-
 class Offload:
     """A context manager around a forward pass that moves tensors saved by fewbit to the host until the backward pass.
 

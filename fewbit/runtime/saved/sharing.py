@@ -21,19 +21,27 @@ FIXED_POINT = "pre-activation"
 _SOFTMAX = "softmax"
 """The first part of the keys of results of softmax."""
 _storages = torch.UntypedStorage
+_UNKNOWN = object()
 
 
-def place_of(x: torch.Tensor, changes: int = 0) -> tuple | None:
-    """Return what identifies a tensor with its present content, and the current stream; None if x is an inference tensor.
+def place_of(x: torch.Tensor, changes: int = 0, stride=_UNKNOWN) -> tuple | None:
+    """Return a tuple that identifies a tensor with its present content, and the current stream.
 
-    `changes` is the number of in-place changes of x that its version does not count yet.
+    Args:
+        x: the tensor.
+        changes: the number of in-place changes of x that its version does not count yet.
+        stride: None if the caller knows that x is contiguous.
+
+    Returns:
+        The tuple; None if x is an inference tensor, which has no version.
     """
     try:
         version = x._version + changes
     except RuntimeError:
         return None
-    storage = x.untyped_storage()
-    place = storage._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, version
+    if stride is not None:
+        stride = None if x.is_contiguous() else x.stride()
+    place = x.untyped_storage()._cdata, x.storage_offset(), x.shape, stride, x.dtype, version
     return (*place, stream_of(x)) if x.is_cuda else place
 
 
@@ -44,7 +52,8 @@ def memory_of(x: torch.Tensor, changes: int = 0) -> tuple | None:
     except RuntimeError:
         return None
     storage = x.untyped_storage()
-    return storage._cdata, x.storage_offset(), x.numel(), x.dtype, version, stream_of(x)
+    memory = storage._cdata, x.storage_offset(), x.numel(), x.dtype, version
+    return (*memory, stream_of(x)) if x.is_cuda else memory
 
 
 class SharedCopies:
@@ -70,8 +79,9 @@ class SharedCopies:
         self._exposed = ()  # addresses of storages that may change while their version does not
 
     def __del__(self):
-        for reference in self._held.values():
-            _storages._free_weak_ref(reference)
+        held = self._held
+        for address in held:
+            _storages._free_weak_ref(held[address])
 
     # -- Copies ------------------------------------------------------------------------------------------
 
@@ -108,16 +118,13 @@ class SharedCopies:
         """
         if place is None:
             return
-        address = place[0]
-        if offload.running.entered:
-            self._drop_expired()
-        if address not in self._held:
-            self._held[address] = x.untyped_storage()._weak_ref()
+        if place[0] not in self._held or offload.running.entered:
+            self._hold(x, place)
         if place in self.copies:
             self.copies[place][key] = saved
         else:
             self.copies[place] = {key: saved}
-        if key != FIXED_POINT and key not in self.keys:
+        if key not in self.keys and key != FIXED_POINT:
             self.keys.add(key)
 
     def clear(self) -> None:
@@ -126,7 +133,8 @@ class SharedCopies:
         self.masks.clear()
 
     def _hold(self, x, place) -> None:
-        if offload.is_active():
+        """Keep the address of the storage of x from being used again, if it is not kept yet."""
+        if offload.running.entered:
             self._drop_expired()
         if place[0] not in self._held:
             self._held[place[0]] = x.untyped_storage()._weak_ref()
@@ -202,7 +210,7 @@ class SharedCopies:
 
     def put_mask(self, y: torch.Tensor, mask: torch.Tensor, changes: int) -> None:
         """Add the mask of a ReLU's result y, in the order of y's memory. `changes`: as in `place_of`."""
-        memory = memory_of(y, changes) if layout.is_dense(y) else None
+        memory = memory_of(y, changes)
         if memory is not None:
             self._hold(y, memory)
             self.masks[memory] = mask

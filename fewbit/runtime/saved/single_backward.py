@@ -31,22 +31,22 @@ class SavingFunction(Function):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        cls._run = super(Function, cls).apply
+        cls.apply = super(
+            Function, cls
+        ).apply  # without torch's wrappers for torch.func, which cost the host's time
         if "backward" in vars(cls):
             cls.backward = staticmethod(_once(cls.backward))
-
-    @classmethod
-    def call(cls, *arguments):
-        """Do what `apply` does. In eager mode, leave out torch's wrappers for torch.func, which cost the host's time."""
-        return (cls.apply if torch.compiler.is_dynamo_compiling() else cls._run)(*arguments)
 
 
 def _once(backward):
     @wraps(backward)
     def once(ctx, *grads):
         if not torch.is_grad_enabled():
-            is_observed = getattr(ctx, "is_observed", False)
-            return observed(backward, ctx, grads) if is_observed else backward(ctx, *grads)
+            return (
+                observed(backward, ctx, grads)
+                if getattr(ctx, "is_observed", False)
+                else backward(ctx, *grads)
+            )
         if torch.compiler.is_dynamo_compiling():
             return backward(ctx, *grads)
         with torch.no_grad():
@@ -87,11 +87,12 @@ def refuse_batches(layer: str, grads, transforms_only: bool) -> None:
         grads: the incoming gradients.
         transforms_only: whether to look only for batches of `torch.func.vmap`, see `tensor_kinds.is_batched`.
     """
-    if any(is_batched(grad, transforms_only) for grad in grads):
-        raise GradientError(
-            f"expected one gradient at a time for {layer}, got a batch of gradients inside vmap; "
-            "call torch.autograd.grad once for each gradient"
-        )
+    for grad in grads:
+        if is_batched(grad, transforms_only):
+            raise GradientError(
+                f"expected one gradient at a time for {layer}, got a batch of gradients inside vmap; "
+                "call torch.autograd.grad once for each gradient"
+            )
 
 
 def refuse_forward_mode(*tensors) -> None:

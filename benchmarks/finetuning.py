@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import statistics
 import sysconfig
 import time
@@ -42,6 +41,7 @@ from typing import NamedTuple
 import harness
 import torch
 from networks import pretrained_networks
+from rivals.step_bytes import step_bytes
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -256,16 +256,13 @@ def costs(task: str, rounds: int) -> list[dict]:
             times[arm].append(time.thread_time() - start)
     exact = statistics.median(times["exact"])
     for arm, model in models.items():
-        model.zero_grad(set_to_none=True)
-        saved = fewbit.saved_bytes(lambda model=model: (model, training.loss(model, batch))[1])
-        gc.collect()
-        peak = harness.most_bytes(partial(step, model))
+        saved, peak = step_bytes(model, partial(training.loss, model), (batch,))
         low, middle, high = statistics.quantiles(times[arm])
         rows.append(
             {
                 "task": task,
                 "arm": arm,
-                "mib": round(saved.total / MIB, 2),
+                "mib": round(saved / MIB, 2),
                 "peak_mib": round(peak / MIB, 1),
                 "time": round(middle / exact, 3),
                 "quartiles": [round(low / exact, 3), round(high / exact, 3)],
@@ -318,13 +315,13 @@ def summary(rows) -> list[dict]:
 
 
 def plot(rows) -> None:
-    """Draw the held-out losses of each task, as means over seeds."""
+    """Draw the held-out losses of SmolLM2, as means over seeds."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    for task in TASKS:
+    for task in ("lora", "full"):
         figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
         for arm in ARMS:
             found = [
@@ -333,9 +330,10 @@ def plot(rows) -> None:
                 if "seed" in row and (row["task"], row["arm"]) == (task, arm)
             ]
             if found:
-                means = [statistics.fmean(held[step] for held in found) for step in found[0]]
+                steps = list(min(found, key=len))
+                means = [statistics.fmean(held[step] for held in found) for step in steps]
                 label = f"{arm} ({len(found)} seeds)"
-                axes.plot([int(step) for step in found[0]], means, label=label)
+                axes.plot([int(step) for step in steps], means, label=label)
         axes.set(xlabel="steps", ylabel="held-out loss, nats")
         axes.legend(frameon=False)
         if axes.lines:

@@ -17,9 +17,9 @@ ratios to the exact step of the same round. "saved" are the bytes that a forward
 the most bytes that a step allocates. First, gradients at 8 bits are compared with exact gradients.
 
 A product takes a time that grows with the square of the width, a copy one that grows with the width. So a + b / width is fitted to the
-ratios of each arm (`a`, `b`). `counted_b` follows from counts instead: the number of elements that an arm quantizes for each token,
-layer and channel (from the difference of the bytes with 4 and with 2 bits), the measured times of quantizing and dequantizing an
-element, and the time of the exact step.
+ratios of each arm (`a`, `b`). `counted_b` is the part of b that fewbit's kernels take: the mean over the widths of the width, times
+their processor time in a step (`kernels_ms`), divided by the time of an exact step. `elements` are those that are quantized for
+each token, layer and channel, from the difference of the bytes with 4 and with 2 bits.
 
 Writes results/widths.json, a row for each width, dtype and arm, and results/widths_summary.json, a row for each dtype and arm.
 """
@@ -55,6 +55,7 @@ DEPTH, TOKENS = 2, 512
 ROUNDS = {256: 12, 512: 8, 1024: 5, 2048: 3, 4096: 5}
 SHARE, ERROR = 0.25, 0.1
 """Of `fit_`: the memory, and the bound of the error."""
+COUNTED = "4 bits", "2 bits"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = {"float32": 0.02, "bfloat16": 0.04}
 
@@ -163,18 +164,15 @@ class Case:
         if not error < TOLERANCE[self.dtype]:
             raise SystemExit(f"gradients with 8 bits have a relative error of {error:.3f}")
 
-    def copy_seconds(self, repeats: int = 9) -> float:
-        """Return the time of quantizing and dequantizing an element with 2 bits, in seconds."""
-        x = self.batch[0].detach()[0]
-        kernels, times = backends.of(x), []
-        for _ in range(repeats):
-            start = time.thread_time()
-            packed, ranges = kernels.quantize(x, 1, 2, 256, None, None, None, "rotated")
-            kernels.dequantize(
-                packed, ranges, 2, 256, torch.empty_like(x), None, None, "rotated", None, None
-            )
-            times.append(time.thread_time() - start)
-        return statistics.median(times) / x.numel()
+    def kernels_ms(self, run) -> float:
+        """Return the processor time of fewbit's kernels in a step, in milliseconds."""
+        found = []
+        for _ in range(3):
+            times = Counter()
+            with kernels_timed(times):
+                self.step(run)
+            found.append(sum(times.values()))
+        return statistics.median(found)
 
     def rows(self, arms: list[str], rounds: int) -> list[dict]:
         """Return a row for each arm."""
@@ -207,9 +205,9 @@ class Case:
                     "peak": peak,
                 }
             )
+            if self.device == "cpu" and name in COUNTED:
+                found[-1]["kernels_ms"] = round(self.kernels_ms(run), 3)
             print(found[-1], flush=True)
-        if self.device == "cpu":
-            found[0]["copy_ns"] = round(1e9 * self.copy_seconds(), 3)
         return found
 
 
@@ -238,14 +236,15 @@ def summary(rows) -> list[dict]:
             row["largest_deviation"] = round(
                 max(abs(a + b / row["width"] - row["time"]) for row in measured), 3
             )
-            if arm in ("4 bits", "2 bits"):
-                widest = own["exact", of[-1]]
-                bits = own["4 bits", of[-1]]["saved"] - own["2 bits", of[-1]]["saved"]
-                elements = 8 / 2 * bits / of[-1]
-                # Of a token and layer.
-                exact_ns = 1e6 * widest["ms"] / TOKENS / DEPTH
-                row["elements"] = round(elements, 2)
-                row["counted_b"] = round(elements * widest["copy_ns"] * of[-1] ** 2 / exact_ns, 1)
+            if "kernels_ms" in measured[0]:
+                widest = of[-1]
+                bits = own["4 bits", widest]["saved"] - own["2 bits", widest]["saved"]
+                row["elements"] = round(8 / 2 * bits / widest, 2)
+                shares = (
+                    one["width"] * one["kernels_ms"] / own["exact", one["width"]]["ms"]
+                    for one in measured
+                )
+                row["counted_b"] = round(statistics.fmean(shares), 1)
             found.append(row)
             print(row, flush=True)
     return found

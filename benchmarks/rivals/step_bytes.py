@@ -17,7 +17,7 @@ def step_bytes(module, run, batch) -> tuple[int, int]:
     """
     module.zero_grad(set_to_none=True)
     gc.collect()
-    if batch[0].is_cuda:
+    if next(module.parameters()).is_cuda:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         loss = run(*batch)

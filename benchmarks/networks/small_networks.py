@@ -134,7 +134,7 @@ def networks():
     )
     vit.num_labels, vit.hidden_dropout_prob = 10, 0.0
     vit.attention_probs_dropout_prob = 0.0
-    settings = training.Settings()
+    settings = training.TrainingSettings()
     return {
         "demo's transformer": Network(
             lambda: training.build(corpus(), settings, nn.GELU, torch.initial_seed()),

@@ -58,7 +58,7 @@ def activations(quick):
             optimizer.step()
     found = seen("ResNet", resnet, digits_resnet.digits()[0][:IMAGES])
     corpus = text.python_topics()
-    settings = training.Settings()
+    settings = training.TrainingSettings()
     model = training.build(corpus, settings, nn.GELU, 0)
     optimizer = torch.optim.AdamW(model.parameters(), settings.learning_rate / 3)
     for _ in range(10 if quick else 150):

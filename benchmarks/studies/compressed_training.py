@@ -68,7 +68,7 @@ def run(network, bits, seed, steps, **options):
         **options: Further arguments of `compress_`.
     """
     torch.set_num_threads(1)
-    settings = training.Settings(steps=steps)
+    settings = training.TrainingSettings(steps=steps)
     model = build(network, seed, settings)
     if bits == OTHER_BATCHES:
         seed += 10**5
@@ -152,7 +152,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     arguments = parser.parse_args()
     name = "compressed_training" + "_quick" * arguments.quick
-    steps = 20 if arguments.quick else training.Settings.steps
+    steps = 20 if arguments.quick else training.TrainingSettings.steps
     tasks = [
         {"network": network, "bits": bits or 0, "seed": seed}
         for seed in range(1 if arguments.quick else max(SEEDS.values()))

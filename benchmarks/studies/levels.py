@@ -54,13 +54,13 @@ def build(network, seed, steps):
     """Return a network with the initial weights of a seed."""
     if network == "gelu resnet":
         return digits_resnet.build(nn.GELU, seed)
-    return compressed_training.build(network, seed, training.Settings(steps=steps))
+    return compressed_training.build(network, seed, training.TrainingSettings(steps=steps))
 
 
 def batches(network, seed):
     """Yield batches (inputs, labels) of training steps without end."""
     generator = torch.Generator().manual_seed(seed)
-    settings = training.Settings()
+    settings = training.TrainingSettings()
     while network == "transformer":
         yield text.python_topics().batch(settings.batch, settings.context, generator)
     while True:
@@ -154,7 +154,7 @@ def run(network, seed, quick):
     steps, pairs = (20, 2) if quick else (STEPS, PAIRS)
     trained = build(network, seed, steps)
     kind = "transformer" if network == "transformer" else "resnet"
-    compressed_training.train(kind, trained, seed, training.Settings(steps=steps))
+    compressed_training.train(kind, trained, seed, training.TrainingSettings(steps=steps))
     batch = next(batches(network, 1000 + seed))
     exact = gradient(trained, *batch)
     others = batches(network, 2000 + seed)

@@ -39,7 +39,7 @@ def digits(epochs=EPOCHS):
 
 def transformer():
     """Return (trained model, batches, loss) of the demo's transformer, with 32 windows of 64 characters per batch."""
-    corpus, settings = text.python_topics(), training.Settings(steps=STEPS)
+    corpus, settings = text.python_topics(), training.TrainingSettings(steps=STEPS)
     model = training.build(corpus, settings, nn.GELU, 0)
     training.train(model, corpus, settings, 0)
     generator = torch.Generator().manual_seed(1)

@@ -46,7 +46,7 @@ PAPER = {
 
 
 @dataclass(frozen=True)
-class Measurement:
+class ModelMemory:
     """The bytes that one forward of a model saves, in float32.
 
     Attributes:
@@ -117,7 +117,7 @@ def measure(
     batch: int = 1,
     activation: str | None = "paper",
     dropout: bool = False,
-) -> Measurement:
+) -> ModelMemory:
     """Count the bytes that one forward of a model in training saves.
 
     Args:
@@ -158,7 +158,7 @@ def measure(
             hook.remove()
     parameters = list(model.parameters())
     state = [*parameters, *model.buffers()]
-    return Measurement(
+    return ModelMemory(
         model=name,
         size=size,
         batch=batch,
@@ -213,12 +213,12 @@ class MemoryReport(Result):
     """Measurements of models, and the largest batches on a device. A single model has one row for each of `bits`.
 
     Attributes:
-        measurements: A `Measurement` for each model.
+        measurements: A `ModelMemory` for each model.
         device_bytes: The memory of the device in bytes.
         bits: The bits per element of few-bit activations for which the largest batches are computed.
     """
 
-    measurements: tuple[Measurement, ...]
+    measurements: tuple[ModelMemory, ...]
     device_bytes: int = DEVICE_BYTES
     bits: tuple[int, ...] = BITS
 
@@ -226,7 +226,7 @@ class MemoryReport(Result):
         """Return a dict for each model: the measurement, and the results of the formulas."""
         return [self._record(measured) for measured in self.measurements]
 
-    def _record(self, measured: Measurement) -> dict:
+    def _record(self, measured: ModelMemory) -> dict:
         record = asdict(measured)
         del record["activation_inputs"]
         record["nonlinear_share"] = measured.share
@@ -238,10 +238,10 @@ class MemoryReport(Result):
             record[f"max_batch_packed_{bits}bit"] = self._packed_batch(measured, bits)
         return record
 
-    def _batch(self, measured: Measurement, bits: int | None) -> int:
+    def _batch(self, measured: ModelMemory, bits: int | None) -> int:
         return measured.max_batch(measured.saved(bits), self.device_bytes)
 
-    def _packed_batch(self, measured: Measurement, bits: int | None) -> int:
+    def _packed_batch(self, measured: ModelMemory, bits: int | None) -> int:
         saved = measured.saved(None) if bits is None else measured.saved_packed(bits)
         return measured.max_batch(saved, self.device_bytes)
 
@@ -270,7 +270,7 @@ class MemoryReport(Result):
         title = f"Memory of training and the largest batch on a {device}"
         return View(title, columns, self.measurements, notes)
 
-    def _one(self, measured: Measurement) -> View:
+    def _one(self, measured: ModelMemory) -> View:
         standard, first = measured.saved(None), self._batch(measured, None)
         printed = measured.like_paper and self.device_bytes == DEVICE_BYTES
 
@@ -303,7 +303,7 @@ class MemoryReport(Result):
 UNITS_NOTE = "MB = 2^20 bytes, float32. docs/results/memory.md says how each figure is counted."
 
 
-def _notes(measured: Measurement) -> Iterator[str]:
+def _notes(measured: ModelMemory) -> Iterator[str]:
     yield "saved, batch: the paper's arithmetic, the nonlinear part at b of 32 bits."
     yield "fewbit's: the batch with the bytes that fewbit's layers save."
     if measured.nonlinear_bytes < 0.01 * measured.activation_bytes:
@@ -314,7 +314,7 @@ def _notes(measured: Measurement) -> Iterator[str]:
     yield UNITS_NOTE
 
 
-def _facts(measured: Measurement) -> View:
+def _facts(measured: ModelMemory) -> View:
     printed = PAPER[measured.model][:3] if measured.like_paper else ("-",) * 3
     share = f"{100 * measured.share:.1f} % of it, by nonlinearities alone"
     total = COPIES * measured.model_bytes + measured.activation_bytes

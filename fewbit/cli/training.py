@@ -346,7 +346,7 @@ def demo(steps, seeds, bits, everything, average, is_all, output, force, as_json
     import torch
 
     from fewbit.demo.experiment import EVERY_ARM, check_request, run_demo
-    from fewbit.demo.training import Settings
+    from fewbit.demo.training import TrainingSettings
     from fewbit.render.figures import matplotlib
 
     request = (EVERY_ARM if is_all else {}) | given(
@@ -354,7 +354,7 @@ def demo(steps, seeds, bits, everything, average, is_all, output, force, as_json
     )
     check_request(**request)
     matplotlib("fewbit demo")  # a missing matplotlib is reported now, not after the training
-    settings = Settings(**given(steps=steps))
+    settings = TrainingSettings(**given(steps=steps))
     _make_directory(output)
     for path in paths:
         check_writable(path, force)

@@ -57,7 +57,7 @@ def run_demo(
     everything: Sequence[int] = (DEFAULT_BITS,),
     average: Sequence[float] = (),
     seeds: int = 1,
-    settings: training.Settings | None = None,
+    settings: training.TrainingSettings | None = None,
     corpus: Corpus | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     processes: int = 1,
@@ -79,7 +79,7 @@ def run_demo(
         FewbitError: The text is too short.
     """
     check_request(bits, everything, average, seeds)
-    settings = settings or training.Settings()
+    settings = settings or training.TrainingSettings()
     corpus = corpus or python_topics()
     choices = [Arm(gelu_bits, 0, 0, (), 0.0) for gelu_bits in (None, *dict.fromkeys(bits))]
     for level, numbers in (("L2", everything), ("L3", average)):

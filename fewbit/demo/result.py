@@ -110,7 +110,7 @@ class Demo(Result):
         stored: The stored results, if they have the same settings; else None.
     """
 
-    settings: training.Settings
+    settings: training.TrainingSettings
     characters: int
     backend: str
     arms: tuple[Arm, ...]

@@ -18,7 +18,7 @@ MOST_STEPS = 100_000
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """The settings of a training run, except the activation and the seed.
 
     Attributes:
@@ -67,7 +67,9 @@ class Run:
     final: float
 
 
-def build(corpus: Corpus, settings: Settings, activation: Callable[[], nn.Module], seed: int):
+def build(
+    corpus: Corpus, settings: TrainingSettings, activation: Callable[[], nn.Module], seed: int
+):
     """Build the transformer. Its initial parameters depend on the seed, not on the activation."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -87,7 +89,7 @@ def loss(model: nn.Module, characters, following) -> torch.Tensor:
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, corpus: Corpus, settings: Settings) -> float:
+def held_out_loss(model: nn.Module, corpus: Corpus, settings: TrainingSettings) -> float:
     """Return the mean cross entropy over the held-out windows, in nats."""
     model.eval()
     pairs = corpus.held_out_batch(settings.held_out_windows, settings.context)
@@ -100,7 +102,7 @@ def held_out_loss(model: nn.Module, corpus: Corpus, settings: Settings) -> float
 def train(
     model: nn.Module,
     corpus: Corpus,
-    settings: Settings,
+    settings: TrainingSettings,
     seed: int,
     progress: Callable[[int], None] = lambda step: None,
 ) -> Run:
@@ -132,7 +134,7 @@ def train(
     return Run(seed, tuple(losses), held_out_loss(model, corpus, settings))
 
 
-def _rate(step: int, settings: Settings) -> float:
+def _rate(step: int, settings: TrainingSettings) -> float:
     """Return a step's learning rate, divided by the largest."""
     done = (step + 1) / settings.steps
     if done < settings.warmup:

@@ -239,7 +239,7 @@ class _BatchNormFunction(SavingFunction):
         of_weight = (weighted,), gradient_errors.weight_cost
         if not is_whole:
             of_weight = (weighted.sum()[None],), gradient_errors.weight_cost, samples
-        found = [gradient_errors.GradientError(4, *of_weight)]
+        found = [gradient_errors.ErrorOfGradient(4, *of_weight)]
         if ctx.needs_input_grad[0] and weight is not None and results[4] is not None:
             scale2 = (weight * rstd).double().square()
             both = grad2 * scale2, results[4].double().square() * scale2

@@ -259,7 +259,7 @@ class _Convolution(SavingFunction):
             reads = math.prod(most_reads(*of_dim) for of_dim in of_dims)
         numbers = gradient_errors.by_rows(grad, errors, groups), *gradient_errors.scales2(kept)
         finish = partial(weight_cost, reads, ctx.size[1])
-        return [gradient_errors.GradientError(1, numbers, finish)]
+        return [gradient_errors.ErrorOfGradient(1, numbers, finish)]
 
 
 def weight_cost(reads: int, channels: int, entries, _) -> gradient_errors.Cost:

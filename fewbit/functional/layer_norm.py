@@ -395,7 +395,7 @@ class _GroupNorm(SavingFunction):
         rstd, weight = kept.tensor("rstd"), kept.tensor("weight")
         samples, _, _, groups = ctx.sizes
         numbers = gradient_errors.by_rows(grad, errors)
-        found = [gradient_errors.GradientError(2, (numbers,), gradient_errors.weight_cost)]
+        found = [gradient_errors.ErrorOfGradient(2, (numbers,), gradient_errors.weight_cost)]
         if ctx.needs_input_grad[0]:
             x = kept.values("x")
             g = gradient_errors.product(grad, per_channel(weight, grad.dim()), x)

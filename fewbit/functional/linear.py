@@ -143,7 +143,7 @@ class _Linear(SavingFunction):
         """Return the error of the weight's gradient (docs/concepts/theory/ac_gc.md, section 3)."""
         numbers = gradient_errors.by_rows(grad, errors), *gradient_errors.scales2(kept)
         finish = partial(_weight_cost, results[1].shape[-1])
-        return [gradient_errors.GradientError(1, numbers, finish)]
+        return [gradient_errors.ErrorOfGradient(1, numbers, finish)]
 
 
 def _weight_cost(features, entries, _):

@@ -111,7 +111,7 @@ class _PReLU(SavingFunction):
         cost = gradient_errors.weight_cost
         if is_rotated and not has_signs:
             numbers = gradient_errors.squares(grad, dims).flatten()
-            return [gradient_errors.GradientError(1, (numbers,), cost)]
+            return [gradient_errors.ErrorOfGradient(1, (numbers,), cost)]
         if has_signs:
             is_negative = ~kept.values("sign").view(torch.bool)
         else:
@@ -119,7 +119,7 @@ class _PReLU(SavingFunction):
         grad2 = gradient_errors.squares(grad * is_negative, dims).sum()
         if not is_rotated:
             grad2 = grad2 / is_negative.sum().clamp(min=1) * grad.numel()
-        return [gradient_errors.GradientError(1, (grad2[None],), cost)]
+        return [gradient_errors.ErrorOfGradient(1, (grad2[None],), cost)]
 
 
 def _broadcast(weight, x):

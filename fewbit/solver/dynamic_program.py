@@ -38,7 +38,7 @@ def thread_count():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Costs:
+class PieceCosts:
     """The costs of all segments of a sequence of items.
 
     Args:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fewbit.errors import SolveError
-from fewbit.solver.dynamic_program import Costs, run_layer, thread_count
+from fewbit.solver.dynamic_program import PieceCosts, run_layer, thread_count
 from fewbit.solver.segments import Items
 
 # Below this many cost evaluations the plain dynamic program is faster than pruning first.
@@ -128,7 +128,7 @@ def best_breaks(items, count, *, monge, prune=True, effort):
     nodes = _union(n, candidates)
     merged = items.compress(nodes) if len(nodes) < n + 1 else items
     positions = [np.searchsorted(nodes, c) for c in candidates]
-    cost, breaks = _search(Costs(merged), positions, monge, effort)
+    cost, breaks = _search(PieceCosts(merged), positions, monge, effort)
     breaks = nodes[breaks]
     # If there are more segments than items, the last ones are empty.
     return cost, np.concatenate([breaks, np.full(count - count_used, n)]), searched
@@ -188,7 +188,7 @@ def surviving_breaks(items, count, *, monge, effort):
     upper = np.inf
     quiet = Effort(effort.threads)
     while True:
-        costs = Costs(items.compress(nodes))
+        costs = PieceCosts(items.compress(nodes))
         blocks = len(nodes) - 1
         ends = [_union(blocks, [a, a + 1], with_ends=False) for a in alive]
         upper = min(upper, _search(costs, ends, monge, quiet)[0])

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fewbit.solver.dynamic_program import RANDOM_CHOICE, Costs
+from fewbit.solver.dynamic_program import RANDOM_CHOICE, PieceCosts
 from fewbit.solver.partition import LayeredSearch, best_breaks
 from fewbit.solver.segments import Items
 
@@ -194,7 +194,7 @@ def relax_unbiased(cells, count, fixed, effort):
     n = len(value)
     if n <= count:
         return Relaxed(value, np.isin(value, fixed), 0.0)
-    search = LayeredSearch(Costs(Items(mass, value), RANDOM_CHOICE, fixed[1:-1]), True, effort)
+    search = LayeredSearch(PieceCosts(Items(mass, value), RANDOM_CHOICE, fixed[1:-1]), True, effort)
     nodes = np.arange(n)
     for done in range(1, count - 1):
         search.step(nodes)
@@ -228,7 +228,9 @@ class Zone:
         )
         start = np.zeros(1) if first is None else self.until
         positions = np.zeros(1, np.int64) if first is None else np.arange(n + 1)
-        self.search = LayeredSearch(Costs(items), monge, effort, columns=positions, values=start)
+        self.search = LayeredSearch(
+            PieceCosts(items), monge, effort, columns=positions, values=start
+        )
         self.layers = [(positions, start)]
 
     def _given(self, level):

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from fewbit import cli, models
 from fewbit.analysis import memory
-from fewbit.analysis.memory import DEVICE_BYTES, GB, MB, PAPER, Measurement, MemoryReport
+from fewbit.analysis.memory import DEVICE_BYTES, GB, MB, PAPER, MemoryReport, ModelMemory
 from fewbit.analysis.meter import saved_bytes
 from fewbit.errors import FewbitError
 
@@ -99,7 +99,7 @@ def test_gpt2_keeps_four_tensors_per_nonlinearity_and_few_bits_pack_one():
 
 
 def example(**changes):
-    example = Measurement(
+    example = ModelMemory(
         model="vgg11",
         size=256,
         batch=1,

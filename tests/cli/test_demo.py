@@ -27,7 +27,7 @@ from fewbit.demo.transformer import CharTransformer
 from fewbit.errors import FewbitError
 from fewbit.render.terminal import plain
 
-SMALL = training.Settings(
+SMALL = training.TrainingSettings(
     steps=12, batch=4, context=16, width=16, depth=2, heads=2, held_out_windows=8
 )
 
@@ -122,7 +122,7 @@ def test_held_out_loss_is_the_mean_over_the_windows(corpus):
 
 
 def test_the_learning_rate_warms_up_and_ends_at_zero():
-    settings = training.Settings(steps=100, warmup=0.1)
+    settings = training.TrainingSettings(steps=100, warmup=0.1)
     rates = [training._rate(step, settings) for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == pytest.approx(1)
     assert rates.index(max(rates)) == 9 and rates[-1] == pytest.approx(0, abs=1e-9)

@@ -128,3 +128,14 @@ def test_no_module_has_the_name_of_a_public_function():
 
     modules = {path.stem for path in PACKAGE.iterdir()} - {"functional", "nn"}
     assert not modules & set(fewbit.__all__)
+
+
+def test_no_two_classes_have_one_name():
+    """A name leads to one class. The callbacks of two frameworks are in two modules of `integrations` by the same name."""
+    places = {}
+    for path in FILES:
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module_of(path))
+    several = {name: modules for name, modules in places.items() if len(modules) > 1}
+    assert several.keys() <= {"FewbitCallback"}, several

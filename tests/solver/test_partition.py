@@ -17,7 +17,7 @@ from problems import LONG, PROBLEMS, long_sequence, tagged
 from fewbit.errors import SolveError
 from fewbit.solver import dynamic_program as layers
 from fewbit.solver import partition as module
-from fewbit.solver.dynamic_program import RANDOM_CHOICE, Costs, run_layer
+from fewbit.solver.dynamic_program import RANDOM_CHOICE, PieceCosts, run_layer
 from fewbit.solver.partition import Effort, LayeredSearch, partition
 from fewbit.solver.segments import Items
 
@@ -111,7 +111,7 @@ def test_threads_change_nothing(kind, form, monkeypatch):
 def test_the_two_searches_agree_on_sorted_values(problem, flip, slack):
     values, weights = arranged(problem, "levels")
     n = len(values)
-    costs = Costs(Items(weights, values))
+    costs = PieceCosts(Items(weights, values))
     rng = np.random.default_rng(3)
     columns, rows = (np.flatnonzero(rng.random(n + 1) < 0.7) for _ in range(2))
     totals = rng.random(len(columns)) * costs.items.cost(0, n)
@@ -135,7 +135,9 @@ def test_the_two_searches_agree_on_sorted_values(problem, flip, slack):
 def best_choice(values, weights, count, forced=(), *, monge=True):
     """Return the best levels of unbiased draws among ascending values, and their cost, by the solver's search."""
     n = len(values)
-    search = LayeredSearch(Costs(Items(weights, values), RANDOM_CHOICE, forced), monge, Effort(1))
+    search = LayeredSearch(
+        PieceCosts(Items(weights, values), RANDOM_CHOICE, forced), monge, Effort(1)
+    )
     for _ in range(count - 2):
         search.step(np.arange(n))
     search.step(np.array([n - 1]))

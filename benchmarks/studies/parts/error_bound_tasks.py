@@ -98,7 +98,7 @@ def digits(quick: bool) -> Task:
 
 def transformer(quick: bool) -> Task:
     """Make the task of the demo's transformer, which predicts characters of Python's help texts."""
-    settings = training.Settings(steps=20) if quick else training.Settings()
+    settings = training.TrainingSettings(steps=20) if quick else training.TrainingSettings()
     corpus = text.python_topics()
 
     def train(model, seed, progress):

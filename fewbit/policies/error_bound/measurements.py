@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fewbit.policies.error_bound.observations import GradientConstraint, MonitoredNorms
-from fewbit.runtime.probes.gradient_errors import Cost, GradientError
+from fewbit.runtime.probes.gradient_errors import Cost, ErrorOfGradient
 
 
 @dataclass
@@ -48,7 +48,7 @@ class MeasuredGradient:
         exact: the same, of the gradient computed from the exact values of the saved tensor, or None.
     """
 
-    part: GradientError
+    part: ErrorOfGradient
     label: str
     kind: str
     tensor: MeasuredTensor

@@ -32,7 +32,7 @@ from fewbit.policies.error_bound.observations import (
 )
 from fewbit.runtime.format.distortion import distortion
 from fewbit.runtime.probes import gradient_errors
-from fewbit.runtime.probes.gradient_errors import Cost, GradientError
+from fewbit.runtime.probes.gradient_errors import Cost, ErrorOfGradient
 from fewbit.runtime.probes.norms import is_dense, norm
 from fewbit.runtime.probes.restoring import Restoring
 from fewbit.runtime.probes.variance_probe import SPREAD, VarianceProbe
@@ -231,7 +231,7 @@ class _WithExactValues(Restoring):
 
 
 def _gradient(
-    slot: TensorSlot, part: GradientError, labels, kind, results, exact
+    slot: TensorSlot, part: ErrorOfGradient, labels, kind, results, exact
 ) -> MeasuredGradient:
     label = labels[part.place]
     if slot.user is not None:
@@ -244,12 +244,12 @@ def _gradient(
     return MeasuredGradient(part, label, kind, tensor, size, exact_size)
 
 
-def _measured(results, noisy, tensor: MeasuredTensor) -> list[GradientError]:
+def _measured(results, noisy, tensor: MeasuredTensor) -> list[ErrorOfGradient]:
     parts = []
     for place, (clean, other) in enumerate(zip(results, noisy, strict=True)):
         if clean is not None and other is not None:
             numbers = norm([other - clean]).double()[None], tensor.deviation[None]
-            parts.append(GradientError(place, numbers, _measured_cost))
+            parts.append(ErrorOfGradient(place, numbers, _measured_cost))
     return parts
 
 

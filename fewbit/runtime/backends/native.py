@@ -331,7 +331,7 @@ _STEP = _table(Encoding.parse(mask_text(1.0)))
 """The table whose code of x is x > 0. Ops in C++ refer to it, so it lives as long as the process."""
 
 
-class _Copy(NamedTuple):
+class _CopySize(NamedTuple):
     """The sizes of a tensor's copy.
 
     Attributes:
@@ -354,7 +354,7 @@ class _Copy(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _copy(shape, bits: int, group_size: int, kind: str) -> _Copy:
+def _copy(shape, bits: int, group_size: int, kind: str) -> _CopySize:
     """Return the sizes of a copy of a tensor of this shape.
 
     Raises:
@@ -365,7 +365,7 @@ def _copy(shape, bits: int, group_size: int, kind: str) -> _Copy:
     made = _kernels.CopyShape(samples, features, group_size, bits, KIND_NUMBERS[kind])
     most_rows = groups.most_groups(samples, features, group_size) + groups.seed_rows(kind)
     of_sample = -(-features // group_size)
-    return _Copy(made, made.words, made.rows, most_rows, samples, features, of_sample)
+    return _CopySize(made, made.words, made.rows, most_rows, samples, features, of_sample)
 
 
 def _packed(n: int, bits: int, device) -> torch.Tensor:

@@ -30,7 +30,7 @@ class Cost(NamedTuple):
     channels: list[float] | None = None
 
 
-class GradientError(NamedTuple):
+class ErrorOfGradient(NamedTuple):
     """The squared error of one gradient of a layer as a function of the saved tensor's error.
 
     Args:
@@ -52,7 +52,7 @@ class GradientError(NamedTuple):
         return found if self.repeats == 1 else found.view(self.repeats, -1).sum(0)
 
 
-def of_layer(context, kept, grads, results, errors: Tensor) -> list[GradientError] | None:
+def of_layer(context, kept, grads, results, errors: Tensor) -> list[ErrorOfGradient] | None:
     """Return the errors of a layer's gradients, or None if there is no formula for this kind of layer.
 
     `context`, `kept`, `grads` and `results` are those of the layer's backward. `errors` is (rows,), the sum of squared
@@ -104,16 +104,16 @@ def mean_scale2(found) -> float:
     return sum(found[0]) / len(found[0]) if found else 1.0
 
 
-def of_rows(context, kept, grad, errors, weight, dims: int, place: int) -> list[GradientError]:
+def of_rows(context, kept, grad, errors, weight, dims: int, place: int) -> list[ErrorOfGradient]:
     """Return the errors of a norm over the last `dims` dimensions, whose weight is input number `place`."""
-    found = [GradientError(place, (by_rows(grad, errors),), weight_cost)]
+    found = [ErrorOfGradient(place, (by_rows(grad, errors),), weight_cost)]
     if context.needs_input_grad[0]:
         x, rstd = kept.values("x"), kept.tensor("rstd")
         found.append(of_norm_input(x, product(grad, weight, x), rstd, tuple(range(-dims, 0))))
     return found
 
 
-def of_norm_input(x, g, rstd, dims, has_channels=False) -> GradientError:
+def of_norm_input(x, g, rstd, dims, has_channels=False) -> ErrorOfGradient:
     """Return the error of the gradient of a norm's input. A set is the elements that share a mean and a deviation s.
 
     Args:
@@ -129,12 +129,12 @@ def of_norm_input(x, g, rstd, dims, has_channels=False) -> GradientError:
     return of_sums(*sums, x.numel() // rstd.numel(), has_channels)
 
 
-def of_sums(scaled2, alignment2, size, has_channels) -> GradientError:
+def of_sums(scaled2, alignment2, size, has_channels) -> ErrorOfGradient:
     """Return the error of a norm's input gradient from |g|^2 / s^2 and (x~ . g)^2 / s^2 of each set; see `of_norm_input`."""
     numbers = scaled2.flatten(), alignment2.flatten()
     if not has_channels:
         numbers = tuple(sums.sum()[None] for sums in numbers)
-    return GradientError(0, numbers, partial(_input_cost, size))
+    return ErrorOfGradient(0, numbers, partial(_input_cost, size))
 
 
 def _input_cost(size, entries, error2) -> Cost:

@@ -218,9 +218,16 @@ def cuda_jobs(nvcc, architectures, ptx):
     gencode.append(f"-gencode=arch=compute_{ptx},code=compute_{ptx}")
     flags = ["-std=c++17", "-O3", "--fmad=false", "--threads=2", "-Xptxas=-warn-spills"]
     host = ["-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off", f"-I{CSRC}"]
-    command = [*nvcc, *flags, *host, *gencode]
+    command = [*nvcc, *flags, *compression(nvcc[0]), *host, *gencode]
     for source in sorted((CSRC / "cuda").glob("*.cu")):
         yield command, source, object_of(f"cuda/{source.stem}")
+
+
+def compression(nvcc):
+    """Return the option of nvcc that makes the kernels smallest. Drivers for CUDA 13 read them, older ones may not."""
+    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)", told)
+    return ["--compress-mode=size"] if release and int(release[1]) >= 13 else []
 
 
 def targets(architectures, ptx):

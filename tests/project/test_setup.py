@@ -134,6 +134,15 @@ def test_what_cuda_is_built_for(build, nvcc, monkeypatch, mode, named, gpus, exp
     assert [target for target in code if target.startswith("compute")] == [f"compute_{expected[1]}"]
 
 
+@pytest.mark.parametrize(("release", "is_small"), [("12.9", False), ("13.0", True)])
+def test_kernels_for_new_drivers_are_compressed(build, tmp_path, release, is_small):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n")
+    nvcc.chmod(0o755)
+    command, *_ = next(iter(build["cuda_jobs"]([str(nvcc)], [90], 90)))
+    assert ("--compress-mode=size" in command) == is_small
+
+
 @pytest.mark.parametrize(
     ("mode", "says", "expected"),
     [

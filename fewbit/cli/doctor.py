@@ -96,7 +96,7 @@ def _parts():
     if gpus and torch.version.cuda and not torch.cuda.device_count():
         yield (
             "GPU",
-            f"torch finds none, the driver {gpus}",
+            f"torch finds none, but the driver finds {gpus}",
             f"CUDA_VISIBLE_DEVICES may hide them, or the driver is too old for CUDA {torch.version.cuda}",
         )
     for number in range(torch.cuda.device_count()):

@@ -83,7 +83,7 @@ def test_a_gpu_that_torch_does_not_find(monkeypatch):
     gpu(monkeypatch, "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     found, advice = parts()["GPU"]
-    assert found == "torch finds none, the driver 1"
+    assert found == "torch finds none, but the driver finds 1"
     assert advice == "CUDA_VISIBLE_DEVICES may hide them, or the driver is too old for CUDA 13.0"
 
 

@@ -139,10 +139,9 @@ def row_of(number):
 def line_of(row):
     """Return the row as a line of a Markdown table."""
     if "error" in row:
-        return f"| {row['model']} | failed: {row['error']} | | |"
+        return f"| {row['model']} | failed: {row['error']} | |"
     cells = [
         row["model"],
-        f"{row['exact_bytes'] / 2**20:.1f}",
         *(f"{row[f'times_less_{name}']:.1f}" for name in ("4", "2")),
     ]
     return f"| {' | '.join(cells)} |"
@@ -159,8 +158,8 @@ def tables(about, rows):
         lines += [
             f"### {'torch.nn' if library == 'torch' else library}",
             "",
-            "| model | exact, MiB | 4 bits | 2 bits |",
-            "|---|---|---|---|",
+            "| model | 4 bits | 2 bits |",
+            "|---|---|---|",
             *(line_of(row) for row in rows if row["library"] == library),
             "",
         ]

@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Iterator
 
-import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -21,6 +20,7 @@ from fewbit.compress.controller import Controller
 from fewbit.config import as_config, plain_arguments
 from fewbit.convert.swap import is_converted
 from fewbit.errors import InputError
+from fewbit.integrations.first_batch import first_batch
 from fewbit.planning.fit import fit_
 from fewbit.runtime.saved.bit_policy import SAMPLES
 from fewbit.runtime.saved.context import contexts_of
@@ -129,8 +129,7 @@ class FewbitCallback(TrainerCallback, ExportableState):
         for expected in (name for name, is_refused in refused.items() if is_refused):
             raise InputError(f"memory: expected a training with {expected}, got another one")
         devices = [] if args.device.type == "cpu" else [args.device]
-        with torch.random.fork_rng(devices):
-            sample = dict(next(iter(batches)))
+        sample = dict(first_batch(batches, devices))
         arguments = {name: value for name, value in self.arguments.items() if name != "bits"}
         accumulates = args.gradient_accumulation_steps > 1
         plain = getattr(optimizer, "optimizer", optimizer)  # not the one that accelerate wraps

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 pytest.importorskip("transformers")
 
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import fewbit
 from fewbit.convert.swap import is_converted
 from fewbit.errors import InputError
+from fewbit.integrations.first_batch import first_batch
 from fewbit.integrations.transformers import BITS, SAVED, FewbitCallback
 
 pytestmark = pytest.mark.filterwarnings(
@@ -312,6 +314,16 @@ def test_two_processes_choose_the_same_bits(tmp_path):
     assert [text.count("modules converted") for text, _ in results] == [2, 0]
 
 
+class Once(IterableDataset):
+    """Data that can be read only once."""
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise StopIteration
+
+
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     """Let fit_ measure little, and leave the user's cache alone."""
@@ -345,6 +357,46 @@ def test_a_memory_in_place_of_bits(tmp_path, quick, steps):
         tmp_path / "exact", None, llama(**wide), per_device_train_batch_size=16, data=64
     )
     assert logged(run, SAVED)[0] < saved_by_step(exact)
+
+
+@pytest.mark.parametrize("seedable", [True, False])
+def test_no_batch_is_lost_and_none_is_shuffled(tmp_path, quick, seedable):
+    """The callback reads the first batch; the training then sees the batches of a training without it, in their order."""
+    seen = []
+    for callback in (None, FewbitCallback(memory="1 GiB", progress=False, **QUIET)):
+        run = trainer(
+            tmp_path / str(len(seen)),
+            callback,
+            llama(),
+            data=20,
+            per_device_train_batch_size=4,
+            max_steps=12,
+            accelerator_config={"use_seedable_sampler": seedable},
+        )
+        batches, original = [], run.training_step
+
+        def step(model, inputs, *rest, batches=batches, original=original):
+            batches.append(inputs["input_ids"].clone())
+            return original(model, inputs, *rest)
+
+        run.training_step = step
+        run.train()
+        seen.append((batches, run.accelerator.gradient_state.active_dataloader is None))
+    (exact, is_read), (fitted, is_read_too) = seen
+    assert len(exact) == len(fitted) == 12 and is_read == is_read_too
+    assert all(torch.equal(a, b) for a, b in zip(exact, fitted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (DataLoader([]), "a data loader with a batch, got an empty one"),
+        (DataLoader(Once()), "a data loader whose data can be read again"),
+    ],
+)
+def test_data_without_a_first_batch(data, message):
+    with pytest.raises(InputError, match=f"memory: expected {message}"):
+        first_batch(data)
 
 
 def test_a_memory_needs_a_training_that_it_can_measure(tmp_path):

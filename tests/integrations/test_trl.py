@@ -188,3 +188,22 @@ def test_copies_may_be_moved_by_hooks_around_the_step(tmp_path):
         assert (logged(run, SAVED) == []) == is_moved and len(logged(run, BITS)) == 4
         ends.append(weights(run.model))
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("with_lora", [False, True])
+def test_a_memory_in_place_of_bits(tmp_path, monkeypatch, with_lora):
+    """The trainer of TRL trains with what `fit_` has chosen for its first batch."""
+    from fewbit.planning import costs, examination
+
+    monkeypatch.setattr(examination, "ROUNDS", 1)
+    monkeypatch.setattr(examination, "PROBES", 1)
+    monkeypatch.setattr(costs, "SHORTEST", 0.0)
+    monkeypatch.setenv("FEWBIT_CACHE", str(tmp_path / "cache"))
+    callback = FewbitCallback(memory="1 GiB", progress=False, **QUIET)
+    run = sft(tmp_path, callback, with_lora)
+    before = weights(run.model)
+    run.train()
+    assert callback.fit.peak <= 2**30 and len(callback.fit.settings.blocks) == 2
+    assert callback.fit.optimizer == "AdamW"
+    after = weights(run.model)
+    assert any(not torch.equal(before[name], after[name]) for name in before)

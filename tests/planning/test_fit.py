@@ -330,3 +330,50 @@ def test_fits_and_plan_measure_what_fit_applies():
     fresh = language(layers=2, dropout=0.0)[0]
     fewbit.compress_(fresh, 2, verbose=False)  # the regions of the candidate before are gone
     assert plan.rows[3].saved_bytes == fewbit.saved_bytes(lambda: loss(fresh, batch)).total
+
+
+@pytest.mark.slow
+def test_adapters_in_autocast():
+    """Frozen weights have neither gradients nor state; autocast is in the loss, and the real step fits."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = tiny_models.llama()
+    config.max_position_embeddings = 512
+    model = peft.get_peft_model(
+        LlamaForCausalLM(config), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    ).train()
+    ids = torch.randint(100, (16, 128))
+
+    def mixed(model, ids):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(input_ids=ids, labels=ids).loss
+
+    exact_peak = measured_peak(copy.deepcopy(model), ids, mixed)
+    memory = int(0.7 * exact_peak)
+    found = fit(model, ids, memory, loss=mixed)
+    assert len(found.settings.blocks) == config.num_hidden_layers
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert found.peak <= memory and trained < 0.2 * sum(p.nbytes for p in model.parameters())
+    assert measured_peak(model, ids, mixed) <= memory
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    assert frozen and all(p.grad is None for p in frozen)
+
+
+@pytest.mark.slow
+def test_a_unet_of_diffusers():
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    model = diffusers.UNet2DModel(
+        sample_size=16, in_channels=3, out_channels=3, block_out_channels=(32, 64), norm_num_groups=8, layers_per_block=1,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    ).train()  # fmt: skip
+    batch = torch.randn(16, 3, 16, 16), torch.randint(10, (16,))
+
+    def denoising(model, batch):
+        return F.mse_loss(model(*batch).sample, batch[0])
+
+    exact_peak = measured_peak(copy.deepcopy(model), batch, denoising)
+    memory = int(0.8 * exact_peak)
+    found = fit(model, batch, memory, loss=denoising)
+    assert found.settings.blocks and found.peak <= memory
+    assert measured_peak(model, batch, denoising) <= 1.01 * memory

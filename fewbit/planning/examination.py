@@ -45,12 +45,13 @@ PROBES = 4
 """The number of blocks in which the error of an option is measured alone."""
 ALIKE = 0.02
 """The relative difference of saved bytes up to which blocks of one class are alike."""
-TIMED_BITS = 4
-"""The bits whose time is measured; other times follow from costs."""
+TIMED_BITS, LEAST_BITS = 4, 2
+"""The bits whose times are measured. Times of others follow from that of the first, and from costs."""
 EXACT_ARM = "blocks", EXACT
 TIMED = (
     EXACT_ARM,
     ("blocks", Option(TIMED_BITS)),
+    ("blocks", Option(LEAST_BITS)),
     ("blocks", RECOMPUTED),
     ("rest", Rest(TIMED_BITS)),
 )
@@ -416,6 +417,8 @@ def _fill_in(examination: Examination, device: torch.device) -> None:
         exact.seconds = 3 * forward
 
     def of_bits(bits: int, option: Measurement, timed: Measurement | None) -> float:
+        if option.seconds:
+            return max(option.seconds - exact.seconds, 0.0)
         freed = max(float((exact.bytes.saved - option.bytes.saved).sum()), 0.0)
         if timed is None or not timed.seconds:
             return freed / 4 * costs.per_element[bits]

@@ -33,7 +33,7 @@ ERROR = 0.1
 """The default bound of the error."""
 TOLERANCE = 0.002
 """The part of the step's time by which the solver's result may be slower."""
-SLOWER = 0.02
+SLOWER = 0.01
 """The part of an exact step's time that a smaller error may cost."""
 ATTEMPTS = 6
 """The number of choices whose peak is measured, until one fits."""

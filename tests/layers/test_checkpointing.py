@@ -542,3 +542,28 @@ def test_undone_models_of_transformers_run_as_before(name):
     fewbit.uncheckpoint_(model)
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     assert torch.equal(run().loss, before)
+
+
+def test_replicas_of_data_parallel_run_with_their_own_weights():
+    """`torch.nn.DataParallel` replicates each module by the method that is called here, and gives replicas other weights."""
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH)).train(), normal((32, WIDTH)).requires_grad_()
+    fewbit.checkpoint_(model, 8, include="0")
+    fewbit.checkpoint_(model, 4, include="0")
+    replica = model[0]._replicate_for_data_parallel()
+    replica.weight = torch.zeros(WIDTH, WIDTH, requires_grad=True)
+    replica.bias = torch.ones(WIDTH)
+    y = replica(x)
+    assert torch.equal(y, torch.ones_like(y))
+    y.sum().backward()
+    assert replica.weight.grad is not None and model[0].weight.grad is None
+    fewbit.uncheckpoint_(model)
+    assert "forward" not in vars(model[0]) and "_replicate_for_data_parallel" not in vars(model[0])
+
+
+def test_replicas_of_modules_with_a_forward_of_another_library_are_refused():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    model[0].forward = lambda x: x
+    fewbit.checkpoint_(model, 8, include="0")
+    with pytest.raises(InputError, match="use DistributedDataParallel") as error:
+        model[0]._replicate_for_data_parallel()
+    assert "\n" not in str(error.value)

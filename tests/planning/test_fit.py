@@ -333,6 +333,7 @@ def test_fits_and_plan_measure_what_fit_applies():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 def test_adapters_in_autocast():
     """Frozen weights have neither gradients nor state; autocast is in the loss, and the real step fits."""
     peft = pytest.importorskip("peft")
@@ -377,3 +378,32 @@ def test_a_unet_of_diffusers():
     found = fit(model, batch, memory, loss=denoising)
     assert found.settings.blocks and found.peak <= memory
     assert measured_peak(model, batch, denoising) <= 1.01 * memory
+
+
+@pytest.mark.slow
+def test_a_model_without_blocks():
+    """The result says that there are none, and an error says what would help."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+    ).train()
+    x = torch.randn(2048, WIDTH)
+
+    def fitted(memory):
+        return fewbit.fit_(model, x, memory, verbose=False, progress=False)
+
+    found = fitted(2**30)
+    assert found.settings.blocks == {} and found.code == ""
+    assert any(note.startswith("no blocks were found") for note in found.notes)
+    with pytest.raises(InputError, match="blocks to compute again") as error:
+        fitted(found.exact_peak // 2)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_batches_of_other_sizes():
+    """A model trains with other batches than the sample; smaller ones take less memory."""
+    model, batch = language(layers=2, dropout=0.0)
+    found = fit(model, batch, 6 * MIB)
+    peaks = [measured_peak(copy.deepcopy(model), batch[:size], loss) for size in (2, 5, 8)]
+    assert peaks[0] < peaks[1] < peaks[2] <= 6 * MIB and found.peak <= 6 * MIB

@@ -328,7 +328,7 @@ def run(*arguments):
 @pytest.fixture
 def small(monkeypatch):
     """Make the command train the small model."""
-    monkeypatch.setattr(training, "Settings", lambda steps=2: replace(SMALL, steps=steps))
+    monkeypatch.setattr(training, "TrainingSettings", lambda steps=2: replace(SMALL, steps=steps))
 
 
 @pytest.mark.slow

@@ -108,11 +108,9 @@ class Emulation:
 
     def squares_of_groups(self, x, group_size, normalize=None):
         """Return the numbers of each group of a uniform copy, which `squares` adds up for each sample."""
-        copy, _, _ = self.native._copy(x.shape, 1, group_size, UNIFORM)
-        count = groups.group_count(*groups.samples_of(x.shape), group_size)
-        out = self.empty(count, dtype=torch.float32)
-        vectors = self.native._vectors(normalize, x.numel())
-        self.native._kernels.cuda.squares(x, copy, out, *vectors)
+        copy = self.native._copy(x.shape, 1, group_size, UNIFORM)
+        out = self.empty(copy.samples * copy.groups, dtype=torch.float32)
+        self.native._kernels.cuda.squares(x, copy.shape, out, *(normalize or ()))
         return out
 
 

@@ -297,7 +297,7 @@ def test_a_loss_in_chunks_is_chosen_if_the_logits_dominate(monkeypatch, own_loss
     model.train()
     logits = 4 * ids.numel() * 4000
     exact_peak = measured_peak(copy.deepcopy(model), batch, function or loss_of_output)
-    memory = exact_peak - logits
+    memory = exact_peak - 2 * logits
     found = fit(model, batch, memory, loss=function)
     assert found.settings.head in ("head", "lm_head")
     assert f"chunk_loss_(model, {found.settings.head!r})" in found.code

@@ -23,7 +23,6 @@ import torch
 
 import fewbit
 from fewbit.config import UNIFORM
-from fewbit.runtime.format import groups
 
 CSRC = Path(__file__).parents[2] / "csrc"
 COMPILER = shutil.which((sysconfig.get_config_var("CXX") or "c++").split()[0])

@@ -175,7 +175,7 @@ def conv_transpose3d(
 
 def _convolve(dims, x, weight, bias, settings, quantizer):
     stride, padding, dilation, transposed, output_padding, groups = settings
-    is_text = type(padding) is str
+    is_text = isinstance(padding, str)
     served = is_differentiated(x, weight, bias) and x.ndim in (dims + 1, dims + 2)
     if is_text:
         same = padding == "same" and set(_per_dim(stride, dims)) == {1}

@@ -295,3 +295,31 @@ def test_a_compressed_model(place):
     for way in REFUSED[place].values():
         with pytest.raises(GradientError, match="has no (second|forward-mode) derivative"):
             way(ours)
+
+
+@pytest.mark.parametrize("layers", [(nn.Linear(64, 16),), (nn.ReLU(), nn.Linear(64, 16))])
+def test_tensors_that_have_outlived_a_transform(layers):
+    """torch computes with a tensor that `torch.func.grad` has wrapped, also after the transform has ended."""
+
+    def outlived(x):
+        kept = []
+
+        def square(x):
+            kept.append(x * 1.0)
+            return x.square().sum()
+
+        grad(square)(x)
+        return kept[0]
+
+    x = normal((8, 64))
+    model = nn.Sequential(*layers)
+    found = []
+    for bits in (None, 8):
+        if bits is not None:
+            fewbit.compress_(model, bits, verbose=False)
+        for leaf in (x, outlived(x)):
+            model.zero_grad()
+            model(leaf).square().sum().backward()
+            found.append(model[-1].weight.grad.clone())
+    for gradient in found[1:]:
+        assert relative(gradient, found[0]) < 0.05

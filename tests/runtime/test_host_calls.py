@@ -52,18 +52,18 @@ def conv_bn_relu():
 
 TOKENS, IMAGES = (4, 16, 64), (4, 8, 8, 8)
 BUDGETS = {  # name: (layers, shape of the input, calls of the forward, of the backward; under AdaptiveBits in steps that measure nothing)
-    "linear": (lambda: [nn.Linear(64, 64)], TOKENS, 87, 29, 149, 37),
-    "conv": (lambda: [nn.Conv2d(8, 8, 3)], IMAGES, 94, 22, 156, 30),
-    "layer norm": (lambda: [nn.LayerNorm(64)], TOKENS, 108, 34, 170, 50),
-    "rms norm": (lambda: [nn.RMSNorm(64)], TOKENS, 110, 33, 172, 41),
-    "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 132, 45, 197, 62),
-    "conv, batch norm, ReLU": (conv_bn_relu, IMAGES, 278, 112, 374, 128),
-    "linear, GELU": (lambda: [nn.Linear(64, 64), nn.GELU()], TOKENS, 169, 51, 265, 67),
-    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 99, 36, 136, 36),
-    "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 174, 68, 211, 68),
-    "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 101, 20, 145, 28),
-    "attention": (lambda: [Attention()], (4, 4, 16, 16), 168, 116, 280, 140),
-    "block": (lambda: [Block()], TOKENS, 608, 341, 908, 453),
+    "linear": (lambda: [nn.Linear(64, 64)], TOKENS, 89, 29, 151, 38),
+    "conv": (lambda: [nn.Conv2d(8, 8, 3)], IMAGES, 97, 22, 159, 31),
+    "layer norm": (lambda: [nn.LayerNorm(64)], TOKENS, 110, 34, 172, 51),
+    "rms norm": (lambda: [nn.RMSNorm(64)], TOKENS, 112, 33, 174, 42),
+    "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 135, 45, 200, 63),
+    "conv, batch norm, ReLU": (conv_bn_relu, IMAGES, 284, 113, 380, 131),
+    "linear, GELU": (lambda: [nn.Linear(64, 64), nn.GELU()], TOKENS, 174, 51, 270, 69),
+    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 100, 36, 137, 36),
+    "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 175, 70, 212, 70),
+    "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 104, 20, 147, 29),
+    "attention": (lambda: [Attention()], (4, 4, 16, 16), 174, 117, 286, 144),
+    "block": (lambda: [Block()], TOKENS, 629, 342, 929, 464),
 }
 FILES_OF_LINEAR, OWN_OF_LINEAR = 23, (39, 12)
 

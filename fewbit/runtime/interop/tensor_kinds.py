@@ -17,6 +17,8 @@ PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 """The key that is included in torch's dispatch while `make_fx(..., pre_dispatch=True)` traces."""
 modes_active = torch._C._len_torch_dispatch_stack
 transforms_active = torch._C._are_functorch_transforms_active
+is_transform_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a transform of torch.func has wrapped a tensor, which may outlive the transform."""
 _is_legacy_batch = torch._C._functorch.is_legacy_batchedtensor
 _included_keys = torch._C._dispatch_tls_local_include_set
 is_included = torch._C._dispatch_tls_is_dispatch_key_included
@@ -35,7 +37,7 @@ def is_plain(x) -> bool:
         return False
     if modes_active() or transforms_active() or is_included(PRE_DISPATCH):
         return not (_hides_values() or is_wrapped(x))
-    return not _is_legacy_batch(x)
+    return not (is_transform_wrapped(x) or _is_legacy_batch(x))
 
 
 def _without_modes(function):
@@ -84,7 +86,7 @@ def _has_mode(*keys) -> bool:
 
 def is_wrapped(x: torch.Tensor) -> bool:
     """Return whether x stands for other tensors, in a transform of `torch.func` or by `is_grads_batched=True`."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(x) or _is_legacy_batch(x)
+    return is_transform_wrapped(x) or _is_legacy_batch(x)
 
 
 def is_batched(x, transforms_only: bool = False) -> bool:

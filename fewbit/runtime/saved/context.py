@@ -135,7 +135,7 @@ class ForwardContext:
         return self.policy is None or self.policy.shares_results
 
     def run_activation(self, path: str, function, *args, **kwargs):
-        """Return a context manager in whose block the activation at `path` counts as running."""
+        """Return function(*args, **kwargs), during which the activation at `path` counts as running."""
         forward = self.running()
         if forward is None:
             return function(*args, **kwargs)

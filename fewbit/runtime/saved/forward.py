@@ -11,6 +11,9 @@ from fewbit.runtime.interop.checkpoint import checkpoint_hook, top_hooks
 from fewbit.runtime.interop.module_calls import PATH
 from fewbit.runtime.interop.tensor_kinds import (
     PLAIN_CLASSES,
+    PRE_DISPATCH,
+    is_included,
+    is_transform_wrapped,
     modes_active,
     transforms_active,
 )
@@ -166,11 +169,12 @@ class Forward(Saving):
         self._is_usual = is_usual
 
     def is_plain(self, x) -> bool:
-        """Return whether `tensor_kinds.is_plain(x)`, if no tracer or transform began within this forward pass."""
+        """Return `tensor_kinds.is_plain(x)` in fewer calls; False if it might be True in a mode that only watches."""
         is_usual = self._is_usual and type(x) in PLAIN_CLASSES and x.layout is torch.strided
         if not is_usual or x.is_meta or x.is_nested or x.is_neg():
             return False
-        return not (modes_active() or transforms_active())
+        is_watched = modes_active() or transforms_active() or is_included(PRE_DISPATCH)
+        return not (is_watched or is_transform_wrapped(x))
 
     @property
     def path(self) -> str:

@@ -204,23 +204,26 @@ class Search:
         self.parts = {rest: examination.parts(rest) for rest in examination.rest}
 
     def solve(
-        self, memory: float, most: int | None = None, error: float | None = None
+        self, memory: float | dict, most: int | None = None, error: float | None = None
     ) -> Chosen | None:
-        """Return the fastest choice by the examination, or None if no choice fits."""
-        if self.examination.update > memory:
-            return None
+        """Return the fastest choice by the examination, or None if no choice fits. `memory` may be {rest: memory}."""
+        limits = memory if isinstance(memory, dict) else dict.fromkeys(self.parts, memory)
         tolerance = TOLERANCE * self.examination.exact.seconds
         limit = self.error if error is None else error
         found = {}
         for rest, parts in self.parts.items():
-            choice = choose(parts, memory, limit, tolerance, most)
+            if self.examination.update > limits[rest]:
+                continue
+            choice = choose(parts, limits[rest], limit, tolerance, most)
             if choice is not None:
                 found[rest] = choice
         if not found:
             return None
         rest = min(found, key=lambda rest: found[rest].seconds)
         calmer = least_error(
-            self.parts[rest], memory, found[rest].seconds + SLOWER * self.examination.exact.seconds
+            self.parts[rest],
+            limits[rest],
+            found[rest].seconds + SLOWER * self.examination.exact.seconds,
         )
         bound = min(choice.bound for choice in found.values())
         chosen = found[rest]._replace(bound=bound)
@@ -232,35 +235,48 @@ class Search:
 
     def fastest(self, memory: int) -> Chosen | None:
         """Return the fastest choice whose measured peak fits, or None."""
-        limit, known = float(memory), {}
+        limits, known = dict.fromkeys(self.parts, float(memory)), {}
         for _ in range(ATTEMPTS):
-            chosen = self.solve(limit)
+            chosen = self.solve(limits)
             if chosen is None:
-                return None
+                break
             key = chosen.rest, chosen.options
             if key not in known:
                 known[key] = self.examination.peak(chosen.settings)
             predicted, chosen.peak = chosen.peak, known[key]
             if chosen.peak <= memory:
                 return chosen
-            # Bytes that the parts do not explain count as if they were always there.
-            limit = min(limit, predicted) - max(chosen.peak - memory, memory / 2048)
-        return None
+            # Bytes that the parts do not explain count as if they were always there, with this rest.
+            over = max(chosen.peak - memory, memory / 2048)
+            limits[chosen.rest] = min(limits[chosen.rest], predicted) - over
+        smallest = self.smallest()
+        return smallest if smallest is not None and smallest.peak <= memory else None
 
-    def least(self, error: float | None = None) -> Chosen | None:
-        """Return the choice with about the smallest predicted peak, or None."""
+    def smallest(self) -> Chosen | None:
+        """Return the choice with about the smallest peak, which is measured, or None."""
+        found = [one for rest in self.parts if (one := self.least(rest=rest)) is not None]
+        for one in found:
+            one.peak = self.examination.peak(one.settings)
+        return min(found, key=lambda one: one.peak, default=None)
+
+    def least(self, rest: Rest | None = None) -> Chosen | None:
+        """Return the choice with about the smallest predicted peak, with this rest if it is given, or None."""
+        others = {} if rest is None else dict.fromkeys(self.parts.keys() - {rest}, 0.0)
         high = 2 * max(self.examination.exact.bytes.peak.max(), self.examination.update)
-        low, best = self.examination.update - 1, self.solve(high, FEW_LABELS, error)
+        low, best = self.examination.update - 1, self._within(high, others)
         if best is None:
             return None
         while best.peak - low > 0.005 * best.peak:
             middle = (low + best.peak) / 2
-            found = self.solve(middle, FEW_LABELS, error)
+            found = self._within(middle, others)
             if found is None:
                 low = middle
             else:
                 best = found
         return best
+
+    def _within(self, memory: float, others: dict) -> Chosen | None:
+        return self.solve(dict.fromkeys(self.parts, memory) | others, FEW_LABELS)
 
     def front(self, chosen: Chosen) -> list[FrontPoint]:
         """Return choices with more and with less memory, by ascending peak."""
@@ -334,7 +350,7 @@ def _fixed_shortage(optimizer: OptimizerBytes, sample, capacity: int, processes)
 
 def _shortage(search: Search, sample, capacity: int) -> str:
     """Return a line that says by how much a step does not fit, and what would help."""
-    found, least, size = search.examination, search.least(), size_of(sample)
+    found, least, size = search.examination, search.smallest(), size_of(sample)
     if least is None:
         return f"error: expected a bound that some settings keep, got {search.error:g}"
     helps = []

@@ -251,7 +251,8 @@ def _takes_for_tensors(error: TypeError | AttributeError, model: nn.Module, batc
     return f"must be Tensor, not {type(model).__name__}" in str(error)
 
 
-def _check_value(value) -> None:
+def check_graph(value) -> None:
+    """Raise InputError if a loss is not a scalar tensor with a graph."""
     if not isinstance(value, torch.Tensor):
         raise InputError(f"loss: expected a scalar tensor, got {type(value).__name__}")
     if value.numel() != 1 or not value.requires_grad:
@@ -259,6 +260,10 @@ def _check_value(value) -> None:
         raise InputError(
             f"loss: expected a scalar tensor with a graph, got {how} of {_shape(value)}"
         )
+
+
+def _check_value(value) -> None:
+    check_graph(value)
     if not torch.isfinite(value).all():
         raise InputError(f"loss: expected a finite value, got {value.item()}")
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn import functional as torch_functional
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fewbit.analysis.gradients import hint_of_forward
+from fewbit.analysis.gradients import check_graph, hint_of_forward
 from fewbit.errors import InputError
 from fewbit.planning.storages import StorageTracker
 from fewbit.planning.timeline import LOSS, STEP, TRANSIENT, UPDATE, Event, Mark, Timeline
@@ -317,13 +317,7 @@ def _refusing_values():
 
 def _check_loss(value, model: nn.Module) -> None:
     """Raise InputError if the loss is not a scalar of fake parameters alone."""
-    if not isinstance(value, torch.Tensor):
-        raise InputError(f"loss: expected a scalar tensor, got {type(value).__name__}")
-    if value.numel() != 1 or not value.requires_grad:
-        how = "one" if value.requires_grad else "one that requires no grad,"
-        raise InputError(
-            f"loss: expected a scalar tensor with a graph, got {how} of shape {tuple(value.shape)}"
-        )
+    check_graph(value)
     nodes, seen = [value.grad_fn], set()
     while nodes:
         node = nodes.pop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,10 +16,8 @@ PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 """The key that is included in torch's dispatch while `make_fx(..., pre_dispatch=True)` traces."""
 modes_active = torch._C._len_torch_dispatch_stack
 transforms_active = torch._C._are_functorch_transforms_active
-is_transform_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a transform of torch.func has wrapped a tensor, which may outlive the transform."""
+_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 _is_legacy_batch = torch._C._functorch.is_legacy_batchedtensor
-_included_keys = torch._C._dispatch_tls_local_include_set
 is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _TRACING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL
 
@@ -36,22 +33,9 @@ def is_plain(x) -> bool:
     if x.layout is not torch.strided or x.is_meta or x.is_nested or x.is_neg():
         return False
     if modes_active() or transforms_active() or is_included(PRE_DISPATCH):
-        return not (_hides_values() or is_wrapped(x))
-    return not (is_transform_wrapped(x) or _is_legacy_batch(x))
-
-
-def _without_modes(function):
-    """Return the result of a function that runs in a new thread, without modes and transforms."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-def is_usual_mode() -> bool:
-    """Return whether no transform of torch.func, no tracer and no dispatch mode is active. Dynamo must not trace this."""
-    return _included_keys().raw_repr() == _NO_MODE
+        if _hides_values():
+            return False
+    return not (_is_transformed(x) or _is_legacy_batch(x))
 
 
 def _hides_values() -> bool:
@@ -86,7 +70,7 @@ def _has_mode(*keys) -> bool:
 
 def is_wrapped(x: torch.Tensor) -> bool:
     """Return whether x stands for other tensors, in a transform of `torch.func` or by `is_grads_batched=True`."""
-    return is_transform_wrapped(x) or _is_legacy_batch(x)
+    return _is_transformed(x) or _is_legacy_batch(x)
 
 
 def is_batched(x, transforms_only: bool = False) -> bool:
@@ -127,7 +111,3 @@ def check_not_distributed(*tensors) -> None:
 def is_eager(x) -> bool:
     """Return whether x is in ordinary eager mode: `is_plain` or `is_abstract`."""
     return is_plain(x) or is_abstract(x)
-
-
-_NO_MODE = _without_modes(lambda: _included_keys().raw_repr())
-"""The dispatch keys that are included where no mode and no transform is active."""

@@ -191,15 +191,18 @@ class Quantizer:
         context, kind = self.context, self.kind
         if kind is None:
             kind = usual if self.group_size <= LARGEST_ROTATED_GROUP else UNIFORM
-        # Every layer of a model runs this code, so it calls few functions.
-        x, is_usual = _arrived(x)
-        forward = running.forward
+        is_usual = is_plain(x)
+        if not is_usual:
+            x = has_arrived(x)
+            is_usual = is_plain(x)
         if self.recomputes_linear and shared and recomputes:
             saved = computed.again(self, x)
             if saved is not None:
                 return saved
         if context is None or not (is_usual or is_abstract(x)):
             return self._quantize_alone(x, is_usual, slot, kind, features, extra_bits)
+        # Every layer of a model runs the code that follows, so it calls few functions.
+        forward = running.forward
         if forward is None or forward.context is not context or top_hooks(False) is not None:
             forward = context.saving(x)
         stride, order, by_sample = None, None, True
@@ -324,7 +327,10 @@ class Quantizer:
                 number e has entry (e div inner) mod (number of entries). None if x is laid out differently.
             features: as in `quantize`.
         """
-        x, is_usual = _arrived(x)
+        is_usual = is_plain(x)
+        if not is_usual:
+            x = has_arrived(x)
+            is_usual = is_plain(x)
         kind, dtype = self.kind, x.dtype
         if kind is None:
             kind = ROTATED if self.group_size <= LARGEST_ROTATED_GROUP else UNIFORM
@@ -441,18 +447,6 @@ class Quantizer:
 _new = tuple.__new__
 _place_of = layout.place_in_storage
 _place = lru_cache(maxsize=4096)(_place_of)
-
-
-def _arrived(x) -> tuple[torch.Tensor, bool]:
-    """Return x, which a collective may have returned (`has_arrived`), and whether x is plain (`is_plain`)."""
-    # Every tensor that a layer saves comes here.
-    if torch.compiler.is_dynamo_compiling():
-        return x, False
-    forward = running.forward
-    if forward is not None and forward.is_plain(x):
-        return x, True
-    x = has_arrived(x)
-    return x, is_plain(x)
 
 
 def _channels_in(shape, stride, features: tuple[int, ...] | None) -> int:

@@ -18,7 +18,6 @@ from fewbit.runtime.interop.checkpoint import (
     top_hooks,
 )
 from fewbit.runtime.interop.module_calls import GUARD, TrackedModule
-from fewbit.runtime.interop.tensor_kinds import is_usual_mode
 from fewbit.runtime.parallel.process_groups import is_distributed_run, process_groups
 from fewbit.runtime.saved.assignment import ALONE, REENTRANT, BitAssignment
 from fewbit.runtime.saved.forward import NO_GROUPS, Forward, RunOfRegion, Saving, running
@@ -85,7 +84,7 @@ class ForwardContext:
 
     def begin(self, module, inputs) -> Forward:
         """Return a forward pass that begins now, in a recomputation with the bits and seeds of the first run."""
-        outer, is_usual = running.forward, is_usual_mode()
+        outer = running.forward
         if in_backward():
             found = self._recorded() or self._unknown(inputs)
             forward = Forward(
@@ -97,7 +96,6 @@ class ForwardContext:
                 start=found.start,
                 groups=found.groups,
                 part=found.count(_PART),
-                is_usual=is_usual,
             )
             forward.continue_counting(found)
             return forward
@@ -109,18 +107,17 @@ class ForwardContext:
             assignment = self.policy.begin(module, inputs)
         self.is_distributed = is_distributed_run()
         groups = self._groups = process_groups(module) if self.is_distributed else NO_GROUPS
-        start = self._start(groups, is_usual)
-        return Forward(self, module, outer, True, assignment, start, groups, is_usual=is_usual)
+        return Forward(self, module, outer, True, assignment, self._start(groups), groups)
 
     def begin_without_gradients(self, module) -> Forward:
         """Return a forward pass with gradients disabled, without bits until a layer saves a tensor."""
         return Forward(self, module, running.forward, False, None, None, self._groups, False)
 
-    def _start(self, groups, is_usual) -> int | None:
+    def _start(self, groups) -> int | None:
         # In a CUDA graph, seeds must come from torch's own generator: others would be the same in every replay.
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return None
-        return generator_hash(self.salt, groups.data_rank if groups.data else (), is_usual)
+        return generator_hash(self.salt, groups.data_rank if groups.data else ())
 
     def running(self) -> Forward | None:
         """Return the forward pass of this model that runs in this thread, or None."""

@@ -1,4 +1,4 @@
-"""What is true for one forward pass of a converted model: bits, seeds, and the copies that layers share."""
+"""A forward pass of a converted model has bits, seeds, and the copies that layers share."""
 
 from __future__ import annotations
 
@@ -9,14 +9,6 @@ import torch
 
 from fewbit.runtime.interop.checkpoint import checkpoint_hook, top_hooks
 from fewbit.runtime.interop.module_calls import PATH
-from fewbit.runtime.interop.tensor_kinds import (
-    PLAIN_CLASSES,
-    PRE_DISPATCH,
-    is_included,
-    is_transform_wrapped,
-    modes_active,
-    transforms_active,
-)
 from fewbit.runtime.ops import library
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.parallel.process_groups import ProcessGroups
@@ -31,7 +23,7 @@ NO_GROUPS = ProcessGroups()
 
 
 class Saving:
-    """What a layer needs to save a tensor in a forward pass, or in one run of a region.
+    """The bits, seeds and shared copies with which layers save tensors in a forward pass, or in one run of a region.
 
     Args:
         assignment: the bits of all tensors; None if they are fixed.
@@ -125,7 +117,7 @@ def purpose_of_shard(shard: tuple) -> int:
 
 
 class RunOfRegion(Saving):
-    """What a layer needs to save a tensor in one run of a region. Both runs save the same copies."""
+    """The `Saving` of one run of a region. Both runs save the same copies."""
 
     __slots__ = ()
     is_region = True
@@ -139,7 +131,6 @@ class Forward(Saving):
         module: the module whose call is the forward pass.
         outer: the forward pass of another model within which this one runs, or None.
         assignment, start, groups, shares, part: as in `Saving`.
-        is_usual: whether it began while no tracer, transform or dispatch mode was active.
 
     Attributes:
         module: the innermost module of the model that runs now.
@@ -148,7 +139,7 @@ class Forward(Saving):
         activation: the path of the module whose activation runs now, or None.
     """
 
-    __slots__ = ("_is_usual", "activation", "context", "hook", "is_first", "module", "outer")
+    __slots__ = ("activation", "context", "hook", "is_first", "module", "outer")
 
     def __init__(
         self,
@@ -161,20 +152,10 @@ class Forward(Saving):
         groups,
         shares=True,
         part=0,
-        is_usual=False,
     ):
         super().__init__(assignment, start, groups, shares, part)
         self.context, self.module, self.outer = context, module, outer
         self.hook, self.is_first, self.activation = checkpoint_hook(), is_first, None
-        self._is_usual = is_usual
-
-    def is_plain(self, x) -> bool:
-        """Return `tensor_kinds.is_plain(x)` in fewer calls; False if it might be True in a mode that only watches."""
-        is_usual = self._is_usual and type(x) in PLAIN_CLASSES and x.layout is torch.strided
-        if not is_usual or x.is_meta or x.is_nested or x.is_neg():
-            return False
-        is_watched = modes_active() or transforms_active() or is_included(PRE_DISPATCH)
-        return not (is_watched or is_transform_wrapped(x))
 
     @property
     def path(self) -> str:

@@ -20,11 +20,9 @@ def purpose(*values) -> int:
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest())
 
 
-def generator_hash(salt: bytes = b"", ranks: tuple[int, ...] = (), is_usual: bool = False) -> int:
+def generator_hash(salt: bytes = b"", ranks: tuple[int, ...] = ()) -> int:
     """Return a 64-bit hash of torch's CPU generator, up to 16 bytes of salt, and ranks."""
-    if is_usual:
-        state = torch.default_generator.get_state().numpy()
-    elif torch._C._functorch.maybe_current_level() is not None or torch._C._is_tracing():
+    if torch._C._functorch.maybe_current_level() is not None or torch._C._is_tracing():
         state = b""  # transforms and tracers cannot read it, and save nothing that is rounded
     elif torch._C._len_torch_dispatch_stack():
         with outside_dispatch_modes():

@@ -323,17 +323,17 @@ class Level(BitConfig):
 
     @property
     def has_policy(self) -> bool:
-        """That of the configuration."""
+        """The value of the configuration; that of exact training at L0."""
         return self.config is not None and self.config.has_policy
 
     @property
     def adapts(self) -> bool:
-        """That of the configuration."""
+        """The value of the configuration; that of exact training at L0."""
         return self.config is not None and self.config.adapts
 
     @property
     def convolutions_only(self) -> bool:
-        """Whether only convolutions are converted."""
+        """True at L1, which converts convolutions alone."""
         return self.name == "L1"
 
     @property
@@ -343,7 +343,7 @@ class Level(BitConfig):
 
     @property
     def initial_bits(self) -> float:
-        """That of the configuration."""
+        """The value of the configuration; that of exact training at L0."""
         return DEFAULT_BITS if self.config is None else self.config.initial_bits
 
     def describe(self) -> str:

@@ -43,7 +43,7 @@ _FUNCTIONS = "_fewbit_functions"
 
 @dataclass
 class Original:
-    """What a converted module was, stored as its attribute: the old class, and old values by name of replaced attributes."""
+    """The state of a module before its conversion: the class, and values by name of replaced attributes. The module keeps it."""
 
     cls: type
     becomes: type

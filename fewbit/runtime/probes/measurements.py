@@ -34,7 +34,7 @@ Level 1 is measured separately, because its noise does not follow from that of l
 LEAST_SHARE = 0.01
 """The part of the mean of |g[p]|^2 below which a gradient counts as zero, as that of a key's bias."""
 PARAMETER, NOTHING = -1, -2
-"""What is below an edge, if that is no node."""
+"""The entry below an edge that leads to no node."""
 
 
 @dataclass

@@ -37,32 +37,32 @@ class CodecSpec(NamedTuple):
 
     @property
     def size(self) -> tuple[int, ...]:
-        """As in `place`."""
+        """The value of `place`."""
         return self.place.size
 
     @property
     def stride(self) -> tuple[int, ...]:
-        """As in `place`."""
+        """The value of `place`."""
         return self.place.stride
 
     @property
     def dtype(self) -> torch.dtype:
-        """As in `place`."""
+        """The value of `place`."""
         return self.place.dtype
 
     @property
     def samples(self) -> int | None:
-        """As in `place`."""
+        """The value of `place`."""
         return self.place.samples
 
     @property
     def kind(self) -> str:
-        """As in `place`."""
+        """The value of `place`."""
         return self.place.kind
 
     @property
     def slot(self):
-        """As in `place`."""
+        """The value of `place`."""
         return self.place.slot
 
     def with_slot(self, slot) -> CodecSpec:

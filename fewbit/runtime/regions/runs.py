@@ -42,7 +42,7 @@ _WRAPPERS = frozenset(
 
 
 class Decision(NamedTuple):
-    """What a function returned in the first run.
+    """The record of what a function returned in the first run.
 
     Args:
         value: a Python value; or, if the function drew the tensors that it returned, the state of torch's generator

@@ -36,7 +36,7 @@ class BitPolicy:
     kind = "SampleBits"
     """The name of the policy's configuration in messages."""
     shares_results = True
-    """Whether layers compute results of earlier layers again from the copies of other layers (`quantizers/computed.py`)."""
+    """True if layers compute results of earlier layers again from the copies of other layers (`quantizers/computed.py`)."""
     limit: float | None = None
     """The largest ratio E|g^|^2 / E|g|^2 of the compressed gradient g^ and the exact g that the policy allows, or None."""
 

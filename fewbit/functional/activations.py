@@ -1,8 +1,8 @@
 """Activations with torch.nn.functional's signatures plus `bits` and `table`.
 
 In the backward pass a step function q replaces the derivative: the gradient is `q(input) * grad` (Few-bit Backward,
-Novikov et al., ICML 2023). For each element only a code of b bits is saved, the index of q(input) in a table
-(docs/concepts/solver.md), `4 * b * ceil(n / 32)` bytes for n elements.
+Novikov et al., ICML 2023). For n elements, codes of b bits, which name the values of q in a table
+(docs/concepts/solver.md), take `4 * b * ceil(n / 32)` bytes.
 
 Args of all functions:
     input: float32, float64, float16 or bfloat16, of any shape and strides.
@@ -12,8 +12,7 @@ Args of all functions:
     table: a `fewbit.Table` of the same function and parameters, in place of the default table.
 
 Raises of all functions:
-    FunctionError: the function is not defined for these parameters.
-    SolveError: the solver cannot make a table for these parameters.
+    FunctionError, SolveError: there is no table for these parameters.
     TableError: the table is for another function or other parameters.
     InputError: `bits` or the dtype of `input` is not listed above, or the input cannot be overwritten.
     GradientError: in the backward pass, if a second derivative is requested.
@@ -384,13 +383,10 @@ def pointwise(
     change later, pass another object, such as `functools.partial(function)`.
 
     Args:
-        input: A floating tensor of any shape and strides.
-        function: A callable, or module, that takes a tensor and returns a tensor (see `fewbit.solve`).
-        bits: Bits per code, 1 to 8, or None to run the callable with torch's own derivative.
-        table: The table to use. By default each process makes its own.
-
-    Returns:
-        function(input).
+        input: a floating tensor of any shape and strides.
+        function: a callable, or module, that takes a tensor and returns a tensor (see `fewbit.solve`).
+        bits: bits per code, 1 to 8, or None to run the callable with torch's own derivative.
+        table: the table to use. By default each process makes its own.
 
     Raises:
         FunctionError: A parameter of the callable needs a gradient, the callable returns different results for the same

@@ -53,25 +53,12 @@ def batch_norm(
 ) -> Tensor:
     """Compute torch.nn.functional.batch_norm and save the normalized input quantized.
 
-    The gradients of `bias`, `weight` and `input` are as exact as those of `layer_norm`. If `training` is False, nothing
-    is quantized, and the input is saved only if the weight needs a gradient.
+    The gradients are as exact as those of `layer_norm`. If `training` is False, nothing is quantized, and the input is
+    saved only if the weight needs a gradient. Other arguments are those of torch's function and of `layer_norm`.
 
     Args:
         input: (N, C, *), floating. Saved as in `linear`, with a reciprocal standard deviation for each channel.
-        running_mean: (C,), or None.
-        running_var: (C,), or None.
-        weight: (C,), or None.
-        bias: (C,), or None.
-        training: as in torch.
-        momentum: as in torch.
-        eps: as in torch.
-        bits: as in `layer_norm`.
-        group_size: as in `layer_norm`.
-        copies: as in `layer_norm`.
-        quantizer: as in `layer_norm`.
-
-    Returns:
-        A tensor of the input's shape.
+        running_mean: (C,), or None, like `running_var`, `weight` and `bias`.
 
     Raises:
         InputError: `bits`, `group_size` or `copies` is invalid.
@@ -107,8 +94,8 @@ def instance_norm(
 ) -> Tensor:
     """Compute torch.nn.functional.instance_norm of an input (N, C, *) and save the normalized input quantized.
 
-    As in torch, this is the batch norm of one sample with N * C channels. `use_input_stats` is as in torch, the other
-    arguments and the exactness of the gradients are as in `batch_norm`.
+    As in torch, this is the batch norm of one sample with N * C channels. Arguments and the exactness of the gradients are
+    as in `batch_norm`, and `use_input_stats` as in torch.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     vectors = running_mean, running_var, weight, bias
@@ -226,7 +213,7 @@ class _BatchNormFunction(SavingFunction):
 
     @staticmethod
     def gradient_errors(ctx, kept, grad, results, errors):
-        """Return the errors of the gradients of weight and input (docs/concepts/theory/ac_gc.md, section 6)."""
+        """Return the errors in docs/concepts/theory/ac_gc.md, section 6."""
         rstd, weight, (spec, _) = kept.tensor("rstd"), kept.tensor("weight"), kept.copy("x")
         dims = [dim for dim in range(grad.dim()) if dim != 1]
         is_whole, samples = ctx.view == spec.size, spec.size[0]  # not whole: an instance norm
@@ -282,12 +269,12 @@ def _as_normalized(weight, rstd):
 
 
 def _as(x, view):
-    """Return x viewed in the shape `view`; x itself if it has this shape, because a view may change strides of dimensions of size 1."""
+    """Return x viewed in another shape; x itself if it has the shape: a view may change strides of dimensions of size 1."""
     return x if x.shape == view else x.view(view)
 
 
 def _of_channels(statistic, view, shape):
-    """Reshape a statistic, which has one entry for each channel of `view`, so that it broadcasts to `shape`."""
+    """Reshape a statistic of the channels of `view`, so that it broadcasts to `shape`."""
     placed = (1, -1) if view == shape else shape[:2]
     return statistic.view(*placed, *[1] * (len(shape) - 2))
 
@@ -338,21 +325,8 @@ def sync_batch_norm(
     """Compute torch.nn.SyncBatchNorm in training, in a group of two processes or more.
 
     The normalized input is saved quantized, with a reciprocal standard deviation for each channel and the number of
-    elements of each process. Gradients are as exact as those of `batch_norm` with `copies=1`.
-
-    Args:
-        input: (N, C, *), on a device for which torch implements SyncBatchNorm.
-        weight: (C,), or None.
-        bias: (C,), or None.
-        running_mean: (C,), or None.
-        running_var: (C,), or None.
-        eps: as in torch.
-        momentum: as in torch.
-        process_group: the processes over which mean and variance are computed.
-        quantizer: quantizes the normalized input.
-
-    Returns:
-        A tensor of the input's shape.
+    elements of each process. Gradients are as exact as those of `batch_norm` with `copies=1`. The input, (N, C, *), is on
+    a device for which torch implements SyncBatchNorm; `weight`, `bias` and the running statistics are (C,) or None.
     """
     vectors = weight, bias, running_mean, running_var
     if not is_differentiated(input, weight, bias):
@@ -404,7 +378,7 @@ class _SyncBatchNorm(SavingFunction):
 
 
 def _in_torch_format(x):
-    """Return x itself if x is channels-last, else x in contiguous memory, as torch's layer does."""
+    """Return x if it is channels-last, else x in contiguous memory, as torch's layer does."""
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if channels_last is not None and x.is_contiguous(memory_format=channels_last):
         return x

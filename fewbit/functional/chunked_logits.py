@@ -108,7 +108,7 @@ class ChunkedLogits(Tensor):
         )
 
     def _derived(self, function, args, kwargs) -> ChunkedLogits | None:
-        """Return the result of a function that changes rows or the dtype only, without computing it; None for others."""
+        """Return the uncomputed result of a function that changes rows or the dtype only; None for others."""
         hidden, dtype, width = self.hidden, self.dtype, self.shape[-1]
         if function in _SAME and not kwargs:
             return self
@@ -160,12 +160,10 @@ class ChunkedLogits(Tensor):
 
 
 def _autocast(device: str) -> tuple[bool, torch.dtype]:
-    """Return whether autocast is on for a type of devices, and its dtype."""
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 def _keeps_classes(key, dim: int) -> bool:
-    """Return whether an index selects rows only."""
     keys = key if isinstance(key, tuple) else (key,)
     if not all(isinstance(one, int | slice | type(Ellipsis)) for one in keys):
         return False

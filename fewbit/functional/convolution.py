@@ -47,19 +47,13 @@ def conv1d(
     """Compute torch.nn.functional.conv1d and save the input quantized.
 
     The gradients of input and bias are exact. The weight's gradient is exact in expectation (ActNN, long version,
-    appendix B.1). If the weight needs no gradient, the input is not saved.
+    appendix B.1). If the weight needs no gradient, the input is not saved. Other arguments are those of torch's function
+    and of `linear`.
 
     Args:
         input: (N, C, L) or (C, L), float32, float64, float16 or bfloat16. Saved as in `linear`.
         weight: (out, C / groups, kernel).
         bias: (out,), or None.
-        stride: as in torch.
-        padding: as in torch.
-        dilation: as in torch.
-        groups: as in torch.
-        bits: as in `linear`.
-        group_size: as in `linear`.
-        quantizer: as in `linear`.
 
     Returns:
         (N, out, L') or (out, L').
@@ -84,7 +78,7 @@ def conv2d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | str | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.conv2d of an input (N, C, H, W) or (C, H, W) and save the input quantized, as `conv1d`."""
+    """Compute torch.nn.functional.conv2d of (N, C, H, W) or (C, H, W), and save the input as in `conv1d`."""
     settings = stride, padding, dilation, False, 0, groups
     return _convolve(2, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
 
@@ -102,7 +96,7 @@ def conv3d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | str | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.conv3d of (N, C, D, H, W) or (C, D, H, W) and save the input quantized, as `conv1d`."""
+    """Compute torch.nn.functional.conv3d of (N, C, D, H, W) or (C, D, H, W), and save the input as in `conv1d`."""
     settings = stride, padding, dilation, False, 0, groups
     return _convolve(3, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
 
@@ -121,10 +115,7 @@ def conv_transpose1d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | str | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.conv_transpose1d and save the input quantized, as `conv1d`.
-
-    The weight is (C, out / groups, kernel), and `output_padding` is as in torch.
-    """
+    """Compute torch.nn.functional.conv_transpose1d with a weight (C, out / groups, kernel), and save the input as in `conv1d`."""
     settings = stride, padding, dilation, True, output_padding, groups
     return _convolve(1, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
 
@@ -143,10 +134,7 @@ def conv_transpose2d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | str | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.conv_transpose2d and save the input quantized, as `conv2d`.
-
-    The weight is (C, out / groups, kH, kW), and `output_padding` is as in torch.
-    """
+    """Compute torch.nn.functional.conv_transpose2d with a weight (C, out / groups, kH, kW), and save the input as in `conv1d`."""
     settings = stride, padding, dilation, True, output_padding, groups
     return _convolve(2, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
 
@@ -165,10 +153,7 @@ def conv_transpose3d(
     group_size: int = GROUP_SIZE,
     quantizer: Quantizer | str | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.conv_transpose3d and save the input quantized, as `conv3d`.
-
-    The weight is (C, out / groups, kD, kH, kW), and `output_padding` is as in torch.
-    """
+    """Compute torch.nn.functional.conv_transpose3d with a weight (C, out / groups, kD, kH, kW), and save the input as in `conv1d`."""
     settings = stride, padding, dilation, True, output_padding, groups
     return _convolve(3, input, weight, bias, settings, quantizer_of(bits, group_size, quantizer))
 
@@ -201,7 +186,7 @@ def _per_dim(value, dims: int) -> tuple[int, ...]:
 
 
 def _padded(x, weight, padding: str, dilation):
-    """Pad the ends of x if "same" pads more there than at the starts; return x and the padding of both ends that remains."""
+    """Pad the ends of x if "same" pads more there than at the starts; return x and the remaining padding of both ends."""
     if padding == "valid":
         return x, (0,) * len(dilation)
     total = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
@@ -250,7 +235,7 @@ class _Convolution(SavingFunction):
 
     @staticmethod
     def gradient_errors(ctx, kept, grad, results, errors):
-        """Return the error of the weight's gradient (docs/concepts/theory/ac_gc.md, sections 4 and 5)."""
+        """Return the error in docs/concepts/theory/ac_gc.md, sections 4 and 5."""
         stride, _, dilation, transposed, _, groups = ctx.settings
         taps = kept.tensor("weight").shape[2:]
         reads = math.prod(taps)
@@ -278,5 +263,5 @@ def weight_cost(reads: int, channels: int, entries, _) -> gradient_errors.Cost:
 
 
 def most_reads(taps: int, stride: int, dilation: int, steps: int) -> int:
-    """Return the largest number of times that a filter of `taps` elements reads one element, in one dimension of `steps` positions."""
+    """Return how often at most a filter of `taps` elements reads one element, in one dimension of `steps` positions."""
     return min(-(-taps * math.gcd(stride, dilation) // stride), steps)

@@ -2,13 +2,7 @@
 
 From the same state of torch's random generator, each function computes torch's result, leaves the generator in torch's
 state, and has torch's gradients to the bit; in compiled code the compiler decides how numbers are drawn. If p is 0 or
-1, torch's own function runs.
-
-Args of all functions:
-    input: float32, float64, float16 or bfloat16, of any strides.
-    p: as in torch.
-    training: as in torch.
-    inplace: as in torch.
+1, torch's own function runs. `input` is floating, of any strides; the other arguments are torch's.
 """
 
 from __future__ import annotations
@@ -48,14 +42,14 @@ _FUSED = ("cuda", "xpu")
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Compute torch.nn.functional.dropout of an input of any shape and save 1 bit per element."""
+    """Compute torch.nn.functional.dropout and save 1 bit per element."""
     return _dropout(torch_functional.dropout, input, p, training, inplace)
 
 
 def dropout1d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Compute torch.nn.functional.dropout1d of an input (N, C, L) or (C, L) and save 1 bit per channel."""
+    """Compute torch.nn.functional.dropout1d of (N, C, L) or (C, L) and save 1 bit per channel."""
     check_tensors(input)
     features = input.dim() - 1 if input.dim() in (2, 3) else 0
     return _dropout(torch_functional.dropout1d, input, p, training, inplace, features)
@@ -76,7 +70,7 @@ def dropout2d(
 def dropout3d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Compute torch.nn.functional.dropout3d of an input (N, C, D, H, W) or (C, D, H, W) and save 1 bit per channel."""
+    """Compute torch.nn.functional.dropout3d of (N, C, D, H, W) or (C, D, H, W) and save 1 bit per channel."""
     check_tensors(input)
     features = input.dim() - 3 if input.dim() in (4, 5) else 0
     return _dropout(torch_functional.dropout3d, input, p, training, inplace, features)
@@ -85,14 +79,14 @@ def dropout3d(
 def alpha_dropout(
     input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    """Compute torch.nn.functional.alpha_dropout of an input of any shape and save 1 bit per element."""
+    """Compute torch.nn.functional.alpha_dropout and save 1 bit per element."""
     return _dropout(torch_functional.alpha_dropout, input, p, training, inplace, kind="alpha")
 
 
 def feature_alpha_dropout(
     input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    """Compute torch.nn.functional.feature_alpha_dropout of an input (N, C, ...) and save 1 bit per channel."""
+    """Compute torch.nn.functional.feature_alpha_dropout of (N, C, ...) and save 1 bit per channel."""
     check_tensors(input)
     features = 2 if input.dim() >= 2 else 0
     function = torch_functional.feature_alpha_dropout
@@ -198,13 +192,12 @@ def _masked(encoding, stride, x, packed):
 
 
 def _slope(p: float) -> float:
-    """Return the factor by which alpha dropout multiplies its result to preserve the variance."""
     return 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
 
 
 @constant
 def _factor(p: float, kind: str, dtype: torch.dtype) -> float:
-    """Return the factor by which elements that are not dropped are multiplied, rounded as torch rounds it."""
+    """Return the factor of elements that are not dropped, rounded as torch rounds it."""
     return _rounded_factor(p, kind, dtype)
 
 

@@ -25,19 +25,12 @@ def embedding(
     """Compute torch.nn.functional.embedding and save the indices in the narrowest integer dtype.
 
     The gradient equals torch's to the bit. For a weight of V rows, n indices take n bytes if V is at most 256, 2 n
-    bytes if V is at most 32768, and else 4 n bytes, but never more than the input.
+    bytes if V is at most 32768, and else 4 n bytes, but never more than the input. Other arguments are those of torch's
+    function.
 
     Args:
         input: int64 or int32, any shape.
         weight: (V, D).
-        padding_idx: as in torch.
-        max_norm: as in torch.
-        norm_type: as in torch.
-        scale_grad_by_freq: as in torch.
-        sparse: as in torch.
-
-    Returns:
-        (*input.shape, D).
     """
     if not is_differentiated(weight) or weight.dim() != 2:
         return torch_functional.embedding(

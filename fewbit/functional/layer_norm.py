@@ -68,22 +68,14 @@ def layer_norm(
     """Compute torch.nn.functional.layer_norm and save the normalized input quantized.
 
     The gradient of `bias` is exact, and that of `weight` exact in expectation. The gradient of `input` is exact in
-    expectation only with `copies=2`, and otherwise biased (docs/concepts/layers.md#bias).
+    expectation only with `copies=2`, and otherwise biased (docs/concepts/layers.md#bias). Other arguments are those of
+    torch's function and of `linear`.
 
     Args:
         input: (*, *normalized_shape), floating. Saved as in `linear`, with a reciprocal standard deviation for each
             row.
-        normalized_shape: as in torch.
-        weight: a tensor of the shape `normalized_shape`, or None.
-        bias: a tensor of the shape `normalized_shape`, or None.
-        eps: as in torch.
-        bits: as in `linear`.
-        group_size: as in `linear`.
+        weight: a tensor of the shape `normalized_shape`, or None, like `bias`.
         copies: 1 or 2, the number of quantized copies that are saved.
-        quantizer: as in `linear`.
-
-    Returns:
-        A tensor of the input's shape.
 
     Raises:
         InputError: `bits`, `group_size` or `copies` is invalid.
@@ -116,8 +108,7 @@ def rms_norm(
 ) -> Tensor:
     """Compute torch.nn.functional.rms_norm and save the input divided by its root mean square, quantized.
 
-    A reciprocal root mean square is saved for each row. Arguments, and the exactness of gradients, are as in
-    `layer_norm`.
+    A reciprocal root mean square is saved for each row. Arguments and the exactness of gradients are as in `layer_norm`.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     shape = _shape(normalized_shape)
@@ -152,7 +143,7 @@ def group_norm(
     """Compute torch.nn.functional.group_norm of an input (N, C, *) and save the normalized input quantized.
 
     A reciprocal standard deviation is saved for each sample and group of channels. `weight` and `bias` are (C,) or
-    None. Other arguments, and the exactness of gradients, are as in `layer_norm`.
+    None. Other arguments and the exactness of gradients are as in `layer_norm`.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     served = is_served(input, weight, bias) and input.dim() >= 2
@@ -168,30 +159,26 @@ def group_norm(
 
 
 def quantizer_for(quantizer, bits, group_size, copies) -> Quantizer:
-    """Return `quantizer`, or `Quantizer(bits, group_size)` if `quantizer` is None.
-
-    Raises:
-        InputError: `bits`, `group_size` or `copies` is invalid.
-    """
+    """Return `quantizer`, or `Quantizer(bits, group_size)` for None. Raise InputError if an argument is invalid."""
     if type(copies) is not int or copies != 1:
         check_copies(copies)
     return quantizer if type(quantizer) is Quantizer else quantizer_of(bits, group_size, quantizer)
 
 
 def is_served(input, *vectors) -> bool:
-    """Return whether a gradient is needed and the input has elements. Otherwise the norm runs torch's own function."""
+    """Return whether a gradient is needed and the input has elements. Otherwise torch's own function runs."""
     return is_differentiated(input, *vectors) and _has_elements(input)
 
 
 def _has_elements(input) -> bool:
-    """Return whether the input has elements; True for sizes that a compiler does not know, because it cannot branch on them."""
+    """Return whether the input has elements; True for sizes that a compiler does not know and cannot branch on."""
     if not torch.compiler.is_compiling():
         return 0 not in input.shape
     return torch.fx.experimental.symbolic_shapes.guard_or_true(input.numel() > 0)
 
 
 def contiguous(*vectors) -> tuple[Tensor | None, ...]:
-    """Return the given vectors in contiguous memory, because torch's kernels ignore strides; None remains None."""
+    """Return the vectors in contiguous memory, because torch's kernels ignore strides; None remains None."""
     for vector in vectors:
         if vector is not None and not vector.is_contiguous():
             return tuple([None if each is None else each.contiguous() for each in vectors])
@@ -206,12 +193,11 @@ def _shape(normalized_shape) -> tuple[int, ...]:
 
 
 def weighted(grad, weight):
-    """Return grad * weight, or grad if weight is None."""
     return grad if weight is None else grad * weight
 
 
 def per_channel(vector, dims: int):
-    """Reshape a vector (C,) so that it broadcasts to an input (N, C, ...) of `dims` dimensions; None remains None."""
+    """Reshape a vector (C,) so that it broadcasts to (N, C, ...) with `dims` dimensions; None remains None."""
     return None if vector is None else vector.view(1, -1, *[1] * (dims - 2))
 
 
@@ -277,7 +263,7 @@ class _LayerNorm(SavingFunction):
 
     @staticmethod
     def gradient_errors(ctx, kept, grad, results, errors):
-        """Return the errors of the gradients of weight and input (docs/concepts/theory/ac_gc.md, section 6)."""
+        """Return the errors in docs/concepts/theory/ac_gc.md, section 6."""
         of_norm = kept.tensor("weight"), len(ctx.shape), 2
         return gradient_errors.of_rows(ctx, kept, grad, errors, *of_norm)
 
@@ -391,7 +377,6 @@ class _GroupNorm(SavingFunction):
 
     @staticmethod
     def gradient_errors(ctx, kept, grad, results, errors):
-        """Return the errors of the gradients of weight and input (docs/concepts/theory/ac_gc.md, section 6)."""
         rstd, weight = kept.tensor("rstd"), kept.tensor("weight")
         samples, _, _, groups = ctx.sizes
         numbers = gradient_errors.by_rows(grad, errors)

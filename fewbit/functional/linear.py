@@ -88,22 +88,17 @@ def bilinear(
     """Compute torch.nn.functional.bilinear and save both inputs quantized.
 
     The bias's gradient is exact. The others are exact in expectation, because each is linear in each dequantized input,
-    and the inputs are rounded independently. An input is saved if the other input or the weight needs a gradient.
+    and the inputs are rounded independently. An input is saved if the other input or the weight needs a gradient. Other
+    arguments and errors are those of `linear`.
 
     Args:
         input1: (*, I), floating.
         input2: (*, J), floating.
         weight: (K, I, J).
         bias: (K,), or None.
-        bits: as in `linear`.
-        group_size: as in `linear`.
-        quantizer: as in `linear`.
 
     Returns:
         (*, K).
-
-    Raises:
-        InputError: `bits` or `group_size` is invalid.
     """
     quantizer = quantizer_of(bits, group_size, quantizer)
     if not is_differentiated(input1, input2, weight, bias):
@@ -140,7 +135,7 @@ class _Linear(SavingFunction):
 
     @staticmethod
     def gradient_errors(ctx, kept, grad, results, errors):
-        """Return the error of the weight's gradient (docs/concepts/theory/ac_gc.md, section 3)."""
+        """Return the error in docs/concepts/theory/ac_gc.md, section 3."""
         numbers = gradient_errors.by_rows(grad, errors), *gradient_errors.scales2(kept)
         finish = partial(_weight_cost, results[1].shape[-1])
         return [gradient_errors.ErrorOfGradient(1, numbers, finish)]
@@ -167,7 +162,7 @@ The linear layer of such a weight computes with weight.dequantize(), a dense ten
 
 
 def _is_frozen_and_quantized(weight) -> bool:
-    """Return whether the weight is a quantized tensor of torchao that the backward pass can dequantize again."""
+    """Return whether the weight is a tensor of torchao that the backward pass can dequantize again."""
     if weight.requires_grad or not overrides_functions(weight) or torch.compiler.is_compiling():
         return False
     names = _SETTINGS_OF_INPUTS.get(type(weight).__name__)

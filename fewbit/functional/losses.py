@@ -43,23 +43,15 @@ def cross_entropy(
     The loss is torch's to the bit. The gradient is linear in the probabilities, and therefore exact in expectation.
     With 2 bits, its squared error is at most 1.1 % of its square (`benchmarks/results/cross_entropy.json`). If the
     target has probabilities of classes, or if `weight` needs a gradient, torch's own function runs, which saves the
-    logarithms of all probabilities.
+    logarithms of all probabilities. Other arguments are those of torch's function.
 
     Args:
         input: the logits: (classes,), (N, classes) or (N, classes, ...), floating.
         target: indices of classes: (), (N,) or (N, ...), int64.
         weight: the weights of the classes, (classes,), or None.
-        size_average: deprecated, as in torch.
-        ignore_index: the target that does not count.
-        reduce: deprecated, as in torch.
-        reduction: "mean", "sum" or "none".
-        label_smoothing: as in torch, 0 to 1.
         bits: bits per saved probability, 1 to 8.
         group_size: as in `linear`.
         quantizer: as in `linear`, but None stands for "uniform".
-
-    Returns:
-        The loss: a scalar, or for the reduction "none" a tensor of the target's shape.
 
     Raises:
         InputError: `bits` or `group_size` is invalid.
@@ -101,7 +93,8 @@ def linear_cross_entropy(
 
     The gradients are torch's, up to the order of summation. From torch 2.13 on, torch's own chunked function runs,
     which computes the gradients of input and weight in the forward pass and saves these. In earlier versions, and for
-    arguments that it does not support, such as label smoothing, each chunk is a checkpointed region.
+    arguments that it does not support, such as label smoothing, each chunk is a checkpointed region. Other arguments are
+    those of torch's cross_entropy.
 
     Args:
         input: (*, features), floating.
@@ -109,9 +102,6 @@ def linear_cross_entropy(
         target: indices of classes, (*,), int64.
         linear_bias: the bias of the linear layer, (classes,), or None.
         weight: the weights of the classes, (classes,), or None.
-        reduction: "mean", "sum" or "none".
-        ignore_index: the target that does not count.
-        label_smoothing: as in torch's cross_entropy, 0 to 1.
         chunk_size: the number of rows in a chunk; None for as many rows as have 2**23 logits.
         logits_dtype: the dtype to which logits are converted before the loss; None for that of the linear layer's result.
 

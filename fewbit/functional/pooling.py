@@ -48,7 +48,7 @@ def max_pool1d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Tensor | Any:
-    """Compute torch.nn.functional.max_pool1d of an input (N, C, L) or (C, L)."""
+    """Compute torch.nn.functional.max_pool1d."""
     arguments = kernel_size, stride, padding, dilation, ceil_mode
     return _max_pool(1, input, arguments, return_indices)
 
@@ -62,7 +62,7 @@ def max_pool2d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Tensor | Any:
-    """Compute torch.nn.functional.max_pool2d of an input (N, C, H, W) or (C, H, W)."""
+    """Compute torch.nn.functional.max_pool2d."""
     arguments = kernel_size, stride, padding, dilation, ceil_mode
     return _max_pool(2, input, arguments, return_indices)
 
@@ -76,7 +76,7 @@ def max_pool3d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Tensor | Any:
-    """Compute torch.nn.functional.max_pool3d of an input (N, C, D, H, W) or (C, D, H, W)."""
+    """Compute torch.nn.functional.max_pool3d."""
     arguments = kernel_size, stride, padding, dilation, ceil_mode
     return _max_pool(3, input, arguments, return_indices)
 
@@ -84,21 +84,21 @@ def max_pool3d(
 def adaptive_max_pool1d(
     input: Tensor, output_size: int | tuple[int, ...], return_indices: bool = False
 ) -> Tensor | Any:
-    """Compute torch.nn.functional.adaptive_max_pool1d of an input (N, C, L) or (C, L)."""
+    """Compute torch.nn.functional.adaptive_max_pool1d."""
     return _max_pool(1, input, output_size, return_indices, adaptive=True)
 
 
 def adaptive_max_pool2d(
     input: Tensor, output_size: int | tuple[int, ...], return_indices: bool = False
 ) -> Tensor | Any:
-    """Compute torch.nn.functional.adaptive_max_pool2d of an input (N, C, H, W) or (C, H, W)."""
+    """Compute torch.nn.functional.adaptive_max_pool2d."""
     return _max_pool(2, input, output_size, return_indices, adaptive=True)
 
 
 def adaptive_max_pool3d(
     input: Tensor, output_size: int | tuple[int, ...], return_indices: bool = False
 ) -> Tensor | Any:
-    """Compute torch.nn.functional.adaptive_max_pool3d of an input (N, C, D, H, W) or (C, D, H, W)."""
+    """Compute torch.nn.functional.adaptive_max_pool3d."""
     return _max_pool(3, input, output_size, return_indices, adaptive=True)
 
 
@@ -193,7 +193,7 @@ def avg_pool1d(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
 ) -> Tensor:
-    """Compute torch.nn.functional.avg_pool1d of an input (N, C, L) or (C, L)."""
+    """Compute torch.nn.functional.avg_pool1d."""
     arguments = kernel_size, stride, padding, ceil_mode, count_include_pad
     return _avg_pool(1, input, arguments)
 
@@ -207,7 +207,7 @@ def avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.avg_pool2d of an input (N, C, H, W) or (C, H, W)."""
+    """Compute torch.nn.functional.avg_pool2d."""
     arguments = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
     return _avg_pool(2, input, arguments)
 
@@ -221,7 +221,7 @@ def avg_pool3d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor:
-    """Compute torch.nn.functional.avg_pool3d of an input (N, C, D, H, W) or (C, D, H, W)."""
+    """Compute torch.nn.functional.avg_pool3d."""
     arguments = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
     return _avg_pool(3, input, arguments)
 
@@ -257,17 +257,17 @@ class _AvgPoolFunction(SavingFunction):
 
 
 def adaptive_avg_pool1d(input: Tensor, output_size: int | tuple[int, ...]) -> Tensor:
-    """Compute torch.nn.functional.adaptive_avg_pool1d of an input (N, C, L) or (C, L)."""
+    """Compute torch.nn.functional.adaptive_avg_pool1d."""
     return _adaptive_avg_pool(1, input, output_size)
 
 
 def adaptive_avg_pool2d(input: Tensor, output_size: int | tuple[int, ...]) -> Tensor:
-    """Compute torch.nn.functional.adaptive_avg_pool2d of an input (N, C, H, W) or (C, H, W)."""
+    """Compute torch.nn.functional.adaptive_avg_pool2d."""
     return _adaptive_avg_pool(2, input, output_size)
 
 
 def adaptive_avg_pool3d(input: Tensor, output_size: int | tuple[int, ...]) -> Tensor:
-    """Compute torch.nn.functional.adaptive_avg_pool3d of an input (N, C, D, H, W) or (C, D, H, W)."""
+    """Compute torch.nn.functional.adaptive_avg_pool3d."""
     return _adaptive_avg_pool(3, input, output_size)
 
 
@@ -312,7 +312,7 @@ class _Source(NamedTuple):
         return cls(dims, size, stride, x.dtype)
 
     def gradient(self, name: str, grad, *arguments):
-        """Return the result of torch's op `name`, which contains {} for the number of dimensions, for (grad, input, *arguments)."""
+        """Return torch's op `name`, which contains {} for the number of dimensions, of (grad, input, *arguments)."""
         backward = getattr(torch.ops.aten, name.format(max(self.dims, 2)))
         if self.dims > 1:
             return self._call(backward, grad, arguments, self.size, self.stride).to(self.dtype)

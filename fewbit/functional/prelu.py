@@ -37,20 +37,12 @@ def prelu(
     """Compute torch.nn.functional.prelu and save the input's signs and negative part.
 
     The signs of n elements take `4 * ceil(n / 32)` bytes, and the input's gradient equals torch's to the bit. If the
-    weight needs a gradient, min(input, 0) is saved quantized; its gradient is exact in expectation.
+    weight needs a gradient, min(input, 0) is saved quantized; its gradient is exact in expectation. Other arguments and
+    errors are those of `linear`.
 
     Args:
         input: (N, C, ...), floating.
         weight: (1,) or (C,), the slopes for negative elements.
-        bits: as in `linear`.
-        group_size: as in `linear`.
-        quantizer: as in `linear`.
-
-    Returns:
-        A tensor of the size and dtype of torch's result.
-
-    Raises:
-        InputError: `bits` or `group_size` is invalid.
     """
     quantizer = quantizer_of(bits, group_size, quantizer)
     if not is_differentiated(input, weight):

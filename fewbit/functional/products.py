@@ -48,20 +48,11 @@ def matmul(
 
     Both gradients are exact in expectation. A leaf of the autograd graph, such as a parameter, and a view of a leaf are
     saved unquantized. If only one factor needs a gradient, torch's own function runs, which saves the other factor
-    unquantized.
+    unquantized. Other arguments and errors are those of `linear`.
 
     Args:
         input: a floating tensor of two dimensions or more.
         other: a floating tensor of two dimensions or more, whose leading dimensions broadcast as in torch.
-        bits: as in `linear`.
-        group_size: as in `linear`.
-        quantizer: as in `linear`.
-
-    Returns:
-        torch's result.
-
-    Raises:
-        InputError: `bits` or `group_size` is invalid.
     """
     quantizer = quantizer_of(bits, group_size, quantizer)
     if not _are_differentiated(input, other) or min(input.dim(), other.dim()) < 2:
@@ -79,7 +70,7 @@ def mul(
 ) -> Tensor:
     """Compute torch.mul of floating tensors of any shapes that broadcast, and save both factors quantized.
 
-    Other arguments, and the exactness of gradients, are as in `matmul`. A factor of less than 1,024 elements that is
+    Other arguments and the exactness of gradients are as in `matmul`. A factor of less than 1,024 elements that is
     repeated along the other, such as a temperature, is saved unquantized.
     """
     quantizer = quantizer_of(bits, group_size, quantizer)
@@ -108,14 +99,14 @@ def is_in_memory(x: Tensor) -> bool:
 
 
 def is_quantized_product(a: Tensor, b: Tensor) -> bool:
-    """Return whether both factors need a gradient, and one of them is a result and not a parameter."""
+    """Return whether both factors need a gradient, and one of them is no parameter but a result."""
     if shards.is_distributed(a) and torch.is_grad_enabled():
         return a.requires_grad and b.requires_grad
     return _are_differentiated(a, b) and not (is_in_memory(a) and is_in_memory(b))
 
 
 def in_shapes(grads: Iterable[Tensor], inputs) -> list[Tensor]:
-    """Return the gradients of inputs that were broadcast, each in the (shape, dtype) of its input."""
+    """Return the gradients of inputs that were broadcast, in the (shape, dtype) of each input."""
     pairs = zip(grads, inputs, strict=True)
     return [grad.sum_to_size(size).to(dtype) for grad, (size, dtype) in pairs]
 
@@ -176,20 +167,14 @@ def swiglu(
 ) -> Tensor:
     """Compute silu(gate) * up and save gate and up quantized (Shazeer, "GLU variants improve Transformer", section 2).
 
-    The gradients are biased (docs/concepts/layers.md#bias).
+    The gradients are biased (docs/concepts/layers.md#bias). Other arguments and errors are those of `linear`.
 
     Args:
         gate: a floating tensor of any shape.
         up: a floating tensor of a shape that broadcasts with gate's. It is saved only if gate needs a gradient.
-        bits: as in `linear`.
-        group_size: as in `linear`.
-        quantizer: as in `linear`.
 
     Returns:
         The product, which equals torch's to the bit.
-
-    Raises:
-        InputError: `bits` or `group_size` is invalid.
     """
     return gated(gate, up, "silu", quantizer=quantizer_of(bits, group_size, quantizer))
 
@@ -239,20 +224,11 @@ def glu(
 ) -> Tensor:
     """Compute torch.nn.functional.glu and save the input quantized.
 
-    The gradients are biased, as those of `swiglu`.
+    The gradients are biased, as those of `swiglu`. Other arguments and errors are those of `linear`.
 
     Args:
         input: a floating tensor, whose size along `dim` is even.
         dim: the dimension along which the input is halved.
-        bits: as in `swiglu`.
-        group_size: as in `swiglu`.
-        quantizer: as in `swiglu`.
-
-    Returns:
-        torch's result, whose size along `dim` is half the input's.
-
-    Raises:
-        InputError: `bits` or `group_size` is invalid.
     """
     quantizer = quantizer_of(bits, group_size, quantizer)
     if not is_differentiated(input):
@@ -284,8 +260,7 @@ def gated(
 ) -> Tensor:
     """Compute activation(gate) * up, and save the same tensors as `swiglu`, or as `reglu` if the activation is "relu".
 
-    `activation` is "silu", "gelu", "gelu_tanh" or "relu". `function` computes it in the forward pass; None for torch's
-    own.
+    `activation` is "silu", "gelu", "gelu_tanh" or "relu". `function`, if given, computes it in the forward pass.
     """
     if shards.runs_on_shards(gate):
         local = partial(gated, activation=activation, function=function, quantizer=quantizer)

@@ -1,8 +1,4 @@
-"""Softmax and its logarithm, whose probabilities are saved quantized.
-
-The gradient of softmax is biased (docs/concepts/layers.md#bias): it contains products of rounding errors with
-themselves. That of log_softmax, g - exp(y) sum(g), is linear in the saved exp(y), and therefore exact in expectation.
-"""
+"""Softmax and its logarithm, whose probabilities are saved quantized."""
 
 from __future__ import annotations
 
@@ -35,19 +31,15 @@ def softmax(
 ) -> Tensor:
     """Compute torch.nn.functional.softmax and save the result quantized.
 
-    The gradient is biased (docs/concepts/layers.md#bias).
+    The gradient is biased (docs/concepts/layers.md#bias), because it contains products of rounding errors with themselves.
+    Other arguments are those of torch's function and of `linear`.
 
     Args:
         input: a floating tensor of any shape.
         dim: as in torch. If it is None, torch chooses a dimension and warns.
         _stacklevel: the stack level of that warning, as in torch.
         dtype: the dtype of the result and of the computation, as in torch.
-        bits: as in `linear`.
-        group_size: as in `linear`.
         quantizer: as in `linear`, but None stands for "uniform".
-
-    Returns:
-        A tensor of the input's size.
 
     Raises:
         InputError: `bits` or `group_size` is invalid.
@@ -72,7 +64,7 @@ def log_softmax(
 ) -> Tensor:
     """Compute torch.nn.functional.log_softmax and save the probabilities quantized.
 
-    Arguments are as in `softmax`. The gradient is exact in expectation.
+    Arguments are as in `softmax`. The gradient, g - exp(y) sum(g), is linear in the saved exp(y), and so exact in expectation.
     """
     quantizer = quantizer_of(bits, group_size, quantizer)
     if not is_differentiated(input):

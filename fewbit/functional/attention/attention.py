@@ -1,7 +1,6 @@
 """Scaled dot-product attention, which saves quantized copies of query, key and value, and neither its output nor the probabilities.
 
-The backward pass runs torch's own attention again on the dequantized tensors and differentiates that run, or computes
-the gradients in blocks (`blocks.py`). docs/concepts/layers.md has the bias of the gradients.
+The backward pass differentiates torch's own attention of the dequantized tensors, or computes the gradients in blocks.
 """
 
 from __future__ import annotations
@@ -56,20 +55,13 @@ def scaled_dot_product_attention(
     The gradients are biased (docs/concepts/layers.md#bias). With dropout, the state of torch's random generator is
     saved too (5056 bytes on the CPU, 16 on CUDA), from which the backward pass draws the same mask. If the state cannot
     be read (under torch.compile, during the capture of a CUDA graph, on other devices), and for nested tensors, torch's
-    own function runs.
+    own function runs. Other arguments are those of torch's function and of `linear`.
 
     Args:
         query: (N, ..., Hq, L, E), floating.
         key: (N, ..., H, S, E), floating.
         value: (N, ..., H, S, Ev), floating. It is not saved if only `value` needs a gradient.
         attn_mask: boolean or floating, of a shape that broadcasts to (N, ..., Hq, L, S); saved unchanged.
-        dropout_p: as in torch.
-        is_causal: as in torch.
-        scale: as in torch.
-        enable_gqa: as in torch.
-        bits: as in `linear`.
-        group_size: as in `linear`.
-        quantizer: as in `linear`.
 
     Returns:
         (N, ..., Hq, L, Ev).
@@ -87,8 +79,8 @@ class How(NamedTuple):
 
     Attributes:
         repeats: how many times each head of key and value occurs.
-        weighed: whether to return the probabilities too, as torch.nn.functional.multi_head_attention_forward computes
-            them. If True, scale, is_causal, enable_gqa and repeats must have their default values.
+        weighed: whether to return the probabilities too, as torch.nn.functional.multi_head_attention_forward does; the
+            other settings must then have their default values.
     """
 
     dropout_p: float = 0.0
@@ -102,8 +94,8 @@ class How(NamedTuple):
 def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: Quantizer):
     """Compute attention and save query, key and value quantized; see `scaled_dot_product_attention`.
 
-    `position_bias` is None, or a floating tensor that is added to the scores, saved apart from the mask, because other
-    layers usually save the same two tensors. Returns the result, or (result, probabilities) if `how.weighed`, which
+    `position_bias` is None, or a floating tensor that is added to the scores. It is saved apart from the mask, because
+    other layers usually save the same two tensors. Returns the result, or (result, probabilities) if `how.weighed`, which
     raises InputError within torch's `context_parallel`.
     """
     inputs = query, key, value, attn_mask, position_bias
@@ -136,7 +128,7 @@ def _attention_of_shards(inputs, how: How, quantizer: Quantizer):
 
 
 def _attend(query, key, value, mask, bias, how: How, function=None):
-    """Run torch's own attention, or `function` in its place, after repeating heads and adding the position bias as transformers does."""
+    """Run torch's own attention, or `function`, after repeating heads and adding the position bias as transformers does."""
     with bypass():
         if how.repeats > 1:
             key, value = _repeated(key, how.repeats), _repeated(value, how.repeats)
@@ -175,7 +167,7 @@ def _repeated(x, times: int):
 
 
 def _biased(query, key, mask, bias, is_causal: bool):
-    """Return the sum of mask and position bias as transformers computes it: the lowest finite number, not -inf, for masked scores."""
+    """Return mask plus position bias, with the lowest finite number, not -inf, for masked scores, as in transformers."""
     floor = torch.finfo(key.dtype).min
     if mask is None and is_causal:
         rows, columns = (torch.arange(x.shape[-2], device=key.device) for x in (query, key))
@@ -246,14 +238,13 @@ class _Attention(SavingFunction):
 def _without_mean(x):
     """Return keys or values minus their mean over the keys, which often is their largest part.
 
-    No gradient depends on the mean: it changes all scores of a query, or all gradients of its probabilities, by one
-    number.
+    No gradient depends on the mean: it changes all scores of a query, or all gradients of its probabilities, by one number.
     """
     return x - x.mean(-2, keepdim=True)
 
 
 def _value_copy(value, others, how: How, quantizer: Quantizer):
-    """Quantize the value, minus its mean if there is no dropout, which makes the gradients depend on the mean."""
+    """Quantize the value, minus its mean unless dropout makes the gradients depend on the mean."""
     if how.dropout_p > 0:
         return quantizer.quantize_independent(value, *others, features=_FEATURES)
     return computed.again(quantizer, value) or quantizer.quantize(
@@ -287,7 +278,7 @@ def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Ten
 
 
 def uses_blocks(inputs, grads, how: How) -> bool:
-    """Return whether `blocks.gradients` computes the gradients, for these arguments of `_gradients`."""
+    """Return whether `blocks.gradients` computes the gradients."""
     *factors, mask, bias = inputs
     is_usual = how == How(is_causal=how.is_causal, scale=how.scale)
     if not is_usual or mask is not None or bias is not None or grads[0] is None:

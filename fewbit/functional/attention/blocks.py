@@ -9,13 +9,13 @@ import torch
 from fewbit.runtime.interop.tensor_kinds import is_plain
 
 _BLOCK = 2**17
-"""The number of probabilities that a block should have for each thread, so that they stay in the thread's caches."""
+"""The number of probabilities in a block for each thread, so that they stay in the thread's caches."""
 _BLOCK_QUERIES = 128
 """The number of queries in a block. Causal attention leaves out the keys after the last of them."""
 
 
 def fits(query, key, value, grad) -> bool:
-    """Return whether `gradients` may compute the gradients of a call of attention with these tensors."""
+    """Return whether `gradients` supports these tensors."""
     if not is_plain(grad):  # then the others, which fewbit has dequantized, are plain too
         return False
     for x in (query, key, value, grad):

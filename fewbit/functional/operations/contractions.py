@@ -48,7 +48,7 @@ def takes_einsum(a: Tensor, b: Tensor) -> bool:
 
 
 def operands_of(operands) -> tuple:
-    """Return the operands of einsum, which may be given in one list or tuple."""
+    """Return the operands of einsum, which may be in one list or tuple."""
     is_one = len(operands) == 1 and isinstance(operands[0], list | tuple)
     return tuple(operands[0]) if is_one else tuple(operands)
 
@@ -62,7 +62,7 @@ def baddbmm(
     alpha: float = 1,
     quantizer: Quantizer,
 ) -> Tensor:
-    """Compute torch.baddbmm, beta * input + alpha * batch1 @ batch2, and save both factors quantized."""
+    """Compute torch.baddbmm, and save the factors batch1 and batch2 quantized."""
     if not _is_quantized(batch1, batch2):
         return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
     return _Baddbmm.apply(input, batch1, batch2, beta, alpha, quantizer)
@@ -71,7 +71,7 @@ def baddbmm(
 def addcmul(
     input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1, quantizer: Quantizer
 ) -> Tensor:
-    """Compute torch.addcmul, input + value * tensor1 * tensor2, and save both factors quantized."""
+    """Compute torch.addcmul, and save the factors tensor1 and tensor2 quantized."""
     if not _is_quantized(tensor1, tensor2):
         return torch.addcmul(input, tensor1, tensor2, value=value)
     return _Addcmul.apply(input, tensor1, tensor2, value, quantizer)
@@ -94,9 +94,6 @@ def grouped_mm(
         mat_a: (rows, inner).
         mat_b: (groups, inner, columns).
         offs: the ends of the groups of rows, (groups,), int32.
-        bias: as in torch.
-        out_dtype: as in torch.
-        quantizer: quantizes the factors.
     """
     is_grouped = mat_a.dim() == 2 and mat_b.dim() == 3 and offs is not None
     if not (is_grouped and bias is None and out_dtype is None) or not _is_quantized(mat_a, mat_b):
@@ -109,7 +106,7 @@ def _is_quantized(a: Tensor, b: Tensor) -> bool:
 
 
 def _terms(equation, a: Tensor, b: Tensor) -> tuple[str, str, str] | None:
-    """Return the indices of both operands and of the result, or None if the gradients are no such sums of products."""
+    """Return the indices of both operands and of the result, or None if the gradients are no such products."""
     if not isinstance(equation, str) or equation.count("->") != 1 or equation.count(",") != 1:
         return None
     operands, result = equation.replace(" ", "").split("->")

@@ -29,7 +29,7 @@ def square(input: Tensor, *, quantizer: Quantizer) -> Tensor:
 
 
 def pow(input: Tensor, exponent, *, quantizer: Quantizer) -> Tensor:
-    """Compute torch.pow, with `square` if the exponent is 2. Arguments are as in torch."""
+    """Compute torch.pow, with `square` if the exponent is 2."""
     if isinstance(exponent, int | float) and exponent == 2:
         return square(input, quantizer=quantizer)
     return torch.pow(input, exponent)
@@ -39,8 +39,8 @@ def exp(input: Tensor, *, quantizer: Quantizer) -> Tensor:
     """Compute torch.exp and save the result quantized, if no element is above 1; otherwise unquantized.
 
     Results of at most 1 are decays or differences from a maximum, mostly close to 0, which a uniform copy restores
-    almost exactly. The result is saved unquantized on a GPU, because the host would wait for the largest element, and
-    in a checkpointed region, whose recomputation may find another largest element.
+    almost exactly. On a GPU, where the host would wait for the largest element, and in a checkpointed region, whose
+    recomputation may find another one, the result is saved unquantized.
     """
     if not is_differentiated(input) or not input.is_floating_point():
         return torch.exp(input)

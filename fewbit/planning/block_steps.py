@@ -19,13 +19,13 @@ from fewbit.runtime.saved.context import measuring
 
 
 class OptimizerBytes:
-    """The memory of an optimizer, measured in steps on fake tensors.
+    """The memory of an optimizer in bytes, measured in steps on fake tensors.
 
     Attributes:
         name: The class name of the optimizer.
-        state: The bytes of its state.
-        gradients: The bytes of the gradients of all parameters.
-        step: The bytes that exist during its step, without the state: weights, gradients, temporary tensors.
+        state: Its state.
+        gradients: The gradients of all parameters.
+        step: All that exists during its step, without the state: weights, gradients, temporary tensors.
     """
 
     def __init__(self, model: nn.Module, optimizer, on_gpu: bool):
@@ -41,7 +41,7 @@ class OptimizerBytes:
         self.step = most - self.state
 
     def update(self, sample, processes: Processes = ALONE) -> int:
-        """Return the bytes of one process during the optimizer's step of a training with this batch."""
+        """Return the bytes of one process during the optimizer's step with this batch."""
         whole = self.step + self.state + processes.buckets(self.gradients)
         batch = sum(tensor.nbytes for tensor in tensors_of(sample))
         return whole // processes.shards + batch
@@ -66,10 +66,7 @@ class RealBlockSteps(RealSteps):
     """Steps of the model itself. Its parameters, gradients and buffers do not change.
 
     Args:
-        model: the model.
-        blocks: its blocks.
-        sample: the batch.
-        loss: called as loss(model, batch); returns a scalar tensor.
+        model, blocks, sample, loss: as in `examine`.
         state: the bytes of the optimizer's state.
         accumulates: whether gradients exist before the step.
         processes: the processes that train the model.
@@ -90,7 +87,7 @@ class RealBlockSteps(RealSteps):
         self._of_process = _OfProcess(model, self.blocks, processes, accumulates, gradients)
 
     def timeline_of(self, settings: Settings, always: bool = False) -> Timeline:
-        """Return the timeline of a step with these settings. `always` is that of `Settings.apply`."""
+        """Return the timeline of a step. `always` is that of `Settings.apply`."""
         # Without the context of compress_, regions draw seeds from torch's generator, and dropout draws other masks.
         settings.apply(self.model, always)
         found, self.latest = self.timeline(self.sample, self.blocks, self._state, self._accumulates)
@@ -116,7 +113,6 @@ class FakeBlockSteps:
     """Steps of copies of the model on fake tensors, with the arguments of `RealBlockSteps`.
 
     Args:
-        model, sample, loss, state, accumulates, processes, gradients: as in `RealBlockSteps`.
         paths: the paths of the blocks.
         on_gpu: whether attention takes the memory that it takes on a GPU.
     """
@@ -131,7 +127,7 @@ class FakeBlockSteps:
         self._of_process = _OfProcess(model, blocks, processes, accumulates, gradients)
 
     def timeline_of(self, settings: Settings) -> Timeline:
-        """Return the timeline of a step with these settings."""
+        """Return the timeline of a step."""
         training = self._training(settings.apply)
         blocks = [training.model.get_submodule(path) for path in self._paths]
         with unchanged({}, []), measuring(), explained(self._sample):

@@ -19,11 +19,7 @@ def find_blocks(model: nn.Module, which: str | Iterable[str] | None = None) -> d
     """Return {path: module} of the blocks of a model, none inside another.
 
     A list (`nn.ModuleList`, `nn.Sequential`) has blocks if at least two of its modules have parts of their own, in a Sequential two of one
-    class. A list inside a list, or inside a stage, counts by itself.
-
-    Args:
-        model: the model.
-        which: glob patterns of the paths of blocks in place of this rule, or None.
+    class. A list inside a list, or inside a stage, counts by itself. If `which` is given, blocks are the modules that match its glob patterns.
 
     Raises:
         InputError: a pattern matches no module.

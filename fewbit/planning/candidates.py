@@ -117,7 +117,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """A text that distinguishes the candidate from others with the same `policy`, such as `2 bits`."""
+        """A text that distinguishes candidates with the same `policy`, such as `2 bits`."""
         if self.method == EXACT:
             return CHECKPOINT if self.checkpoints else EXACT
         values = {field.name: getattr(self.bits, field.name) for field in fields(self.bits)}
@@ -151,7 +151,7 @@ class Candidate:
 
     @property
     def call(self) -> str:
-        """Python code that applies the candidate to a model named `model`."""
+        """Python code that applies the candidate to `model`."""
         return "; ".join(self.calls)
 
     @property
@@ -206,7 +206,7 @@ class Candidate:
         return compress_(model, self.bits, **options)
 
     def to_dict(self) -> dict:
-        """Return plain JSON values, without a sample. Options that JSON cannot represent become text."""
+        """Return plain JSON values, without a sample."""
         return {
             "policy": self.policy,
             "bits": self.bits.to_dict(),
@@ -220,11 +220,7 @@ class Candidate:
 
     @classmethod
     def from_dict(cls, values: Mapping) -> Candidate:
-        """Make a candidate from the result of `to_dict`.
-
-        Raises:
-            InputError: a value is missing or has the wrong type, or the configuration is not valid.
-        """
+        """Make a candidate from the result of `to_dict`. Raise InputError for values that are missing or not valid."""
         names = "policy", "bits", "options", "method"
         if not isinstance(values, Mapping) or not all(name in values for name in names):
             raise InputError(f"expected a candidate's {', '.join(names)}, got {shorten(values)}")
@@ -264,7 +260,6 @@ def candidate_of(setting) -> Candidate:
 
 
 def _read(name: str, value):
-    """Return the option for a value of `_plain`."""
     if name == "layers" and isinstance(value, Mapping):
         return LayerSettings.from_dict(value)
     if name == "overrides" and isinstance(value, Mapping):
@@ -280,11 +275,9 @@ class CandidateCurve(NamedTuple):
     Attributes:
         policy: the name of the curve.
         config: makes the configuration of a candidate from one of `values`.
-        values: the values, one for each candidate: numbers of bits, or bounds e2.
+        values: numbers of bits, or bounds e2, one for each candidate.
         suits: returns whether the candidates are for a model.
         needed: the words for such a model in error messages.
-        options: the options of the candidates.
-        method: the method of the candidates.
         on_request: whether the candidates are returned only if their name is given.
     """
 
@@ -391,11 +384,7 @@ def default_candidates(
 
 
 def check_candidates(candidates, name: str = "candidates") -> tuple[Candidate, ...]:
-    """Return a tuple of candidates from one setting or several. The argument is called `name` in messages.
-
-    Raises:
-        InputError: there are no candidates, or one of them is not valid.
-    """
+    """Return one candidate or several as a tuple. Raise InputError, with the argument's `name`, if they are not valid."""
     is_one = isinstance(candidates, str) or not isinstance(candidates, Iterable)
     given = (candidates,) if is_one else tuple(candidates)
     if not given:
@@ -429,7 +418,7 @@ def _short(value) -> str:
 
 
 def _plain(value):
-    """Return a value for JSON: a configuration as its fields, and unknown objects as text."""
+    """Return a configuration as its fields, and an unknown object as text, for JSON."""
     if isinstance(value, LayerSettings | HostOffload):
         return value.to_dict()
     if isinstance(value, Mapping):

@@ -20,7 +20,6 @@ import numpy as np
 MOST_LABELS = 4000
 """The largest number of labels of a part."""
 FEW_LABELS = 60
-"""The same in the first search, whose result is the best known choice of the second."""
 ROUNDS = 60
 """The rounds in which the multipliers are improved."""
 

@@ -44,7 +44,7 @@ class Costs:
 
 
 def costs_of(device: torch.device) -> Costs:
-    """Return the costs of a device of this machine, from the cache if they are there."""
+    """Return the costs of a device of this machine, from the cache if possible."""
     name, folder = _name_of(device), cache_folder("costs")
     path = None if folder is None else folder / f"costs-{_file_name(name)}.json"
     if path is not None and path.exists():
@@ -100,7 +100,7 @@ def _seconds(function: Callable, device: torch.device) -> float:
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return the clock for operations on a device, for a single thread that of the processor's time."""
+    """Return the clock for a device, for a single thread that of the processor's time."""
     is_single = device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time if is_single else time.perf_counter
 
@@ -116,7 +116,6 @@ def _file_name(name: str) -> str:
 
 
 def _read(path, name: str) -> Costs | None:
-    """Return the costs in a file, or None if it is not one of this version for this device."""
     try:
         values = parse_json(read_text(path))
         if values.pop("schema") != SCHEMA or values.pop("version") != __version__:

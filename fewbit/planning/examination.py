@@ -140,7 +140,6 @@ class Examination:
         return Part(*(np.array(values, dtype=float) for values in (saved, peak, seconds, error)))
 
     def _seconds(self, option: Option, block: int) -> float:
-        """Return a block's part of the time that an option adds."""
         added = self.uniform[option].seconds - self.exact.seconds
         if option.is_recomputed:
             shares = self.forward
@@ -157,7 +156,7 @@ class Examination:
         return max(self.uniform[option].error, 0.0) * share
 
     def peak(self, settings: Settings) -> int:
-        """Run a step, and return the most bytes in any process, with the optimizer's step."""
+        """Run a step with the optimizer's, and return the most bytes in any process."""
         order = list(range(len(self.paths)))
         bytes_ = self.processes.together(lambda: self.steps.timeline_of(settings).bytes_of(order))
         return max(self.processes.all(int(max(bytes_.peak.max(), self.update))))
@@ -185,7 +184,6 @@ class Examination:
 
 
 def _largest_of(tables: tuple[dict, ...]) -> dict:
-    """Return {key: the largest measurements}, for keys that all tables have."""
     found = {}
     for key in tables[0]:
         if all(key in table for table in tables):
@@ -210,18 +208,10 @@ def examine(
     progress: bool = True,
     processes: Processes = ALONE,
 ) -> Examination:
-    """Measure every option of every block of a model. The caller restores the model.
+    """Measure every option of every block of a model in training mode, without conversion. The caller restores the model.
 
-    Args:
-        model: the model in training mode, without conversion.
-        sample: the batch.
-        loss: called as loss(model, batch), or None.
-        memory: the bytes of the optimizer.
-        accumulates: whether gradients exist before the step.
-        which: glob patterns of the blocks, or None.
-        is_real: whether steps may run on the model itself, if its tensors are real.
-        progress: whether to show the progress.
-        processes: the processes that train the model.
+    `loss` is called as loss(model, batch), `memory` has the optimizer's bytes, and `accumulates` says whether gradients exist before the
+    step. `which` are glob patterns of the blocks. `is_real` says whether steps may run on the model itself, if its tensors are real.
     """
     parameters = list(model.parameters())
     device = parameters[0].device
@@ -388,12 +378,11 @@ def _is_useless(key: tuple, found: dict) -> bool:
 
 
 def _added_seconds(values: list[float], exact: list[float]) -> float:
-    """Return the median difference of times that were measured in turns, at least 0: faster than exact is chance."""
+    """Return the median difference of times measured in turns, at least 0: faster than exact is chance."""
     return max(median(a - b for a, b in zip(values, exact, strict=True)), 0.0)
 
 
 def _pooled(examination: Examination, blocks: dict[str, nn.Module]) -> np.ndarray:
-    """Return the forward times, with the median of alike blocks."""
     alike: dict[tuple, list[int]] = {}
     saved = examination.exact.bytes.saved[1::2]
     for number, path in enumerate(examination.paths):
@@ -409,7 +398,6 @@ def _pooled(examination: Examination, blocks: dict[str, nn.Module]) -> np.ndarra
 
 
 def _fill_in(examination: Examination, device: torch.device) -> None:
-    """Compute the seconds of options that were not timed."""
     costs = costs_of(device)
     exact, forward = examination.exact, float(examination.forward.sum())
     uniform = examination.uniform

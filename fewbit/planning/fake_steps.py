@@ -42,12 +42,12 @@ class FakeTraining:
         model: the model, which does not change, perhaps on the meta device.
         convert: changes the copy in place, for example compresses it.
         loss: called as loss(model, batch); returns a scalar tensor. None stands for `loss_of_output`.
-        optimizer: a class or function that makes an optimizer from a list of parameters; or an optimizer of the model.
+        optimizer: as in `fits`.
         on_gpu: whether torch's optimizers and attention take the memory that they take on a GPU (`as_on_gpu`).
 
     Attributes:
         tracker: the mode that records the storages.
-        model: the copy of the model.
+        model: the copy.
         gradient_bytes: after `step`, the bytes of all gradients of parameters.
         state_bytes: after `step`, the bytes of the optimizer's state.
 
@@ -133,7 +133,7 @@ class FakeTraining:
             ) from error
 
     def peak(self, batch, dim: int, size: int) -> int:
-        """Return the peak of a step, without the optimizer's, whose batch has another size in one dimension. Call this after `step`."""
+        """Return the peak of a step without the optimizer's, whose batch has another size in one dimension. Call this after `step`."""
         found = self.step(batch, updates=False, dim=dim, size=size)
         left = sum(found.existing.values()) + sum(
             one.change for one in found.happened if isinstance(one, Event)
@@ -213,7 +213,6 @@ def _fakes(model: nn.Module, mode: StorageTracker) -> dict[int, torch.Tensor]:
 
 
 def _fake_batch(batch, dim: int, size: int | None, device: torch.device):
-    """Return a batch of fake tensors."""
     length = length_of(batch, dim) if size is not None else None
 
     def fake(leaf):
@@ -242,7 +241,6 @@ def length_of(batch, dim: int) -> int:
 
 
 def _optimizer_of(optimizer, model: nn.Module, copies: dict[int, torch.Tensor], on_gpu: bool):
-    """Return an optimizer of the fake parameters."""
     if isinstance(optimizer, torch.optim.Optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(id(parameter) not in copies for parameter in parameters):
@@ -316,7 +314,6 @@ def _refusing_values():
 
 
 def _check_loss(value, model: nn.Module) -> None:
-    """Raise InputError if the loss is not a scalar of fake parameters alone."""
     check_graph(value)
     nodes, seen = [value.grad_fn], set()
     while nodes:

@@ -107,7 +107,7 @@ class FastestFit(Document):
 
     @property
     def code(self) -> str:
-        """Python code that applies the choice to a model named `model`."""
+        """Python code that applies the choice to `model`."""
         return self.settings.code
 
     def apply(self, model: nn.Module) -> Controller | None:
@@ -120,19 +120,18 @@ class FastestFit(Document):
 
     @property
     def better(self) -> FrontPoint | None:
-        """The next faster choice, which needs more memory; None if the front has none."""
+        """The next faster choice, which needs more memory, or None."""
         faster = [point for point in self.front if point.seconds < LESS * self.seconds]
         return min((point for point in faster if point.peak > self.peak), default=None)
 
     @property
     def smaller(self) -> FrontPoint | None:
-        """The next choice with less memory; None if the front has none."""
+        """The next choice with less memory, or None."""
         lesser = [point for point in self.front if point.peak < LESS * self.peak]
         return max(lesser, default=None)
 
     @property
     def title(self) -> str:
-        """The peak, the time and the error, beside those of the exact model."""
         error = (
             ""
             if math.isnan(self.error)
@@ -170,7 +169,6 @@ class FastestFit(Document):
         return cls(**(values | {"notes": tuple(values["notes"])}))
 
     def view(self) -> View:
-        """Return a row for each run of blocks with one option."""
         unit = unit_of(max(row.saved for row in self.rows))
         columns = (
             Column("blocks", lambda row: row.blocks, "name", least=12),

@@ -71,8 +71,8 @@ def fit_(
             gradients, the optimizer's state, the batch and all tensors of a step. What the allocator adds is not counted.
         optimizer: As in `fewbit.fits`: a class, a function of a list of parameters, or an optimizer of the model.
         loss: Called as ``loss(model, batch)``; returns a scalar tensor. Autocast belongs in here. None: as in `fewbit.fits`.
-        error: The largest error of the gradient, |g^ - g|^2 / |g|^2, with the sample's exact gradient g and the gradient g^ of
-            the same sample after the call.
+        error: The largest error of the gradient, |g^ - g|^2 / |g|^2, with the sample's exact gradient g and the gradient g^
+            after the call.
         blocks: Glob patterns of the paths of the blocks. None: the modules of lists in which modules repeat.
         accumulates: Whether gradients of earlier batches exist when a step begins (gradient accumulation).
         parallel: "ddp" or "fsdp" if all processes of torch.distributed call `fit_` and then wrap the model: in
@@ -136,7 +136,6 @@ def fit_(
 def _chosen(
     model, sample, capacity: int, optimizer, loss, error, blocks, accumulates, processes, progress
 ) -> FastestFit:
-    """Examine the model, and return the fastest choice that fits."""
     bytes_ = processes.together(
         partial(OptimizerBytes, model, optimizer, is_gpu(next(model.parameters()).device))
     )
@@ -164,10 +163,9 @@ def _chosen(
 
 
 class Chosen:
-    """A choice: settings, with the bytes, seconds and error that the examination gives for them.
+    """A choice, with the bytes, seconds and error that the examination gives for it.
 
     Attributes:
-        settings: the settings.
         rest: the option of the rest of the model.
         options: the numbers of the options of all parts.
         seconds: the seconds that are added to an exact step, and `bound`, a lower bound for all choices that fit.
@@ -260,7 +258,7 @@ class Search:
         return min(found, key=lambda one: one.peak, default=None)
 
     def least(self, rest: Rest | None = None) -> Chosen | None:
-        """Return the choice with about the smallest predicted peak, with this rest if it is given, or None."""
+        """Return the choice with about the smallest predicted peak, with this rest if given, or None."""
         others = {} if rest is None else dict.fromkeys(self.parts.keys() - {rest}, 0.0)
         high = 2 * max(self.examination.exact.bytes.peak.max(), self.examination.update)
         low, best = self.examination.update - 1, self._within(high, others)
@@ -337,7 +335,6 @@ def _result(search: Search, chosen: Chosen, model, sample, capacity) -> FastestF
 
 
 def _fixed_shortage(optimizer: OptimizerBytes, sample, capacity: int, processes) -> str:
-    """Return a line for a step whose weights, gradients and optimizer do not fit."""
     least = max(optimizer.update(sample, processes), capacity + 1)
     helps = ["fewer trained parameters (LoRA)", "weights in 16 bits"]
     if optimizer.state:
@@ -349,7 +346,6 @@ def _fixed_shortage(optimizer: OptimizerBytes, sample, capacity: int, processes)
 
 
 def _shortage(search: Search, sample, capacity: int) -> str:
-    """Return a line that says by how much a step does not fit, and what would help."""
     found, least, size = search.examination, search.smallest(), size_of(sample)
     if least is None:
         return f"error: expected a bound that some settings keep, got {search.error:g}"

@@ -104,7 +104,6 @@ class _Search:
     """The measurements that `fits` makes of every setting.
 
     Attributes:
-        batch: the batch of a step.
         size: the number of samples in the batch.
         capacity: the bytes of the device, or None.
         sequence_dim: the dimension of the sequence, or None.
@@ -122,7 +121,6 @@ class _Search:
     done: Callable[[], None]
 
     def row(self, name: str, training: FakeTraining) -> FitRow:
-        """Return the row of a setting."""
         with explained(self.batch):
             training.step(self.batch)
             timeline = training.step(self.batch)  # the optimizer's state exists before this step
@@ -156,7 +154,6 @@ class _Search:
 
 
 def _peak(training: FakeTraining, batch, dim: int, size: int) -> int | None:
-    """Return the peak of a step with another size of a dimension; None if the step does not run."""
     try:
         return training.peak(batch, dim, size)
     except Exception:  # for example, more tokens than the model has positions
@@ -167,7 +164,7 @@ def _peak(training: FakeTraining, batch, dim: int, size: int) -> int | None:
 
 
 def _given(settings, model: nn.Module) -> tuple[Candidate, ...]:
-    """Return the candidates of the settings, or the default ones. Raise InputError for one that cannot run on fake tensors."""
+    """Return the settings' candidates. Raise InputError for one that cannot run on fake tensors."""
     if settings is None:
         settings = [*SETTINGS, *([CHECKPOINT] if supports_checkpoints(model) else [])]
     found = check_candidates(settings, "settings")
@@ -190,7 +187,6 @@ def _given(settings, model: nn.Module) -> tuple[Candidate, ...]:
 
 
 def _name_of(candidate: Candidate) -> str:
-    """Return the name of a candidate in the table, such as `2 bits`."""
     policy = candidate.policy
     if not policy and not isinstance(candidate.bits, FixedBits):
         policy = type(candidate.bits).__name__
@@ -206,7 +202,7 @@ def _convert(candidate: Candidate, model: nn.Module) -> None:
 
 
 def capacity_of(device, name: str = "device") -> int | None:
-    """Return the bytes of a size, a number of bytes or a device; None for None. The argument is called `name` in messages."""
+    """Return the bytes of a size, a number of bytes or a device, or None for None. Messages call the argument `name`."""
     if device is None:
         return None
     is_number = isinstance(device, int | float) and not isinstance(device, bool)
@@ -250,6 +246,5 @@ def _is_gpu(device, model: nn.Module) -> bool:
 
 
 def _most_sequence(model: nn.Module) -> int | None:
-    """Return the longest sequence by the configuration of a model of transformers, or None."""
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 0 else None

@@ -28,7 +28,7 @@ class FitRow:
         all_gradients: The gradients of all parameters, also those that do not exist at this moment.
         all_saved: All tensors that the forward pass leaves, also those that were freed before this moment.
         fits: Whether `peak` is at most the memory of the device; None without a device.
-        largest_batch: The largest batch with which the step fits, 0 if not even one sample fits; None without a device.
+        largest_batch: The largest batch with which the step fits, perhaps 0; None without a device.
         largest_sequence: The largest length of sequences with which the step fits, or None.
     """
 
@@ -81,7 +81,6 @@ class Fit(Result):
 
     @property
     def title(self) -> str:
-        """The settings that fit, or without a device the peaks."""
         start = f"{self.model}, batch {self.batch}"
         if self.sequence is not None:
             start += f" x {self.sequence}"
@@ -98,7 +97,6 @@ class Fit(Result):
         return f"{start}: fits in {size} with {_listed(fitting)}, but not with {_listed(others)}"
 
     def view(self) -> View:
-        """Return a row for each setting."""
         unit = unit_of(max(row.peak for row in self.rows))
 
         def part(name):

@@ -25,7 +25,7 @@ def largest(
         start: a size of at least 1 whose peak is known.
         first: the peak of this size in bytes.
         capacity: the bytes of the device.
-        most: the largest size that is allowed, at least `start`; None if there is no limit.
+        most: the largest size that is allowed, at least `start`, or None.
     """
     low, high = (start, None) if first <= capacity else (0, start)  # `low` fits, `high` does not
     known, rounds = {start: first}, 0
@@ -45,7 +45,6 @@ def largest(
 
 
 def _next(known: dict[int, int], low: int, high: int | None, capacity: int, rounds: int) -> int:
-    """Return the next size to try."""
     guess = _crossing(known, low, high, capacity)
     if high is None:
         return max(low + 1, min(guess or 2 * low, MOST_GROWTH * low))

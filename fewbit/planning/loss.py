@@ -36,7 +36,6 @@ class FewBitLoss(TorchFunctionMode):
 
 @contextmanager
 def _seeded(device: torch.device, seed: int):
-    """Return a context manager that seeds the generator of one device, and restores it."""
     if device.type == "cpu":
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(seed)

@@ -93,7 +93,7 @@ def draw_plan(figure, plan: TrainingPlan) -> None:
 
 
 def _mark(axis, low: float, high: float) -> None:
-    """Set ticks at round numbers, with as few per power of ten as make LEAST_TICKS."""
+    """Set ticks at round numbers, at least LEAST_TICKS if possible."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in TICKS:
         ticks = [factor * 10.0**decade for decade in decades for factor in factors]

@@ -4,8 +4,7 @@ With the exact gradient g of a batch and the gradient g^ of the same batch with 
 
     error = E|g^ - g|^2 = variance + |bias|^2.
 
-It is compared with the variance of g between minibatches (ActNN, section 3.2), and not divided by |g|^2 of its batch, which differs much
-more from batch to batch than the error does.
+It is compared with the variance of g between minibatches (ActNN, section 3.2), because |g|^2 differs much more from batch to batch.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ def plan(
     Args:
         model: A model in training mode, compressed already or not.
         batch: A tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable, is
-            several batches: 4 or more show how errors differ. If the model has batch norm, give several in any case, because parts of
-            a single batch have batch statistics of their own, so the variance between minibatches comes out too large.
+            several batches: 4 or more show how errors differ. If the model has batch norm, give several in any case: parts of a
+            single batch have batch statistics of their own, so the variance between minibatches would come out too large.
         loss: Called as ``loss(model, batch)`` with a copy of the model. It returns a scalar tensor, the mean of the
             loss over the samples, such as ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
         candidates: The settings to measure; by default `default_candidates(model)`, and those of "cross-entropy" if the
@@ -148,7 +147,7 @@ def plan(
 
 
 class _Found:
-    """The measurements of one candidate, batch by batch. The constructor lets a candidate whose bits adapt choose them."""
+    """The measurements of one candidate. The constructor lets a candidate whose bits adapt choose them."""
 
     def __init__(self, candidate: Candidate, steps: RealSteps, batches: list, done):
         self.candidate = candidate
@@ -180,7 +179,6 @@ class _Found:
             return self.candidate.apply(steps.model)
 
     def measure(self, steps: RealSteps, batch, number: int, exact, draws: int) -> None:
-        """Measure the errors, from the gradient `exact`, and durations on batch `number`."""
         controller, total, errors = self._apply(steps), None, []
         if self._state:
             controller.load_state_dict(self._state)
@@ -265,7 +263,6 @@ def _has_large_logits(steps: RealSteps, batch) -> bool:
 
 
 def _standard_error(values: np.ndarray) -> float:
-    """Return the standard error of the mean, NaN for one value."""
     count = len(values)
     return float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
 

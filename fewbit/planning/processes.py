@@ -16,7 +16,6 @@ from fewbit.text import one_line, shorten
 
 DDP, FSDP = KINDS = "ddp", "fsdp"
 GRADIENTS = "gradients"
-"""The role of gradients of parameters."""
 Result = TypeVar("Result")
 
 
@@ -51,7 +50,7 @@ class Processes:
 
     @property
     def shards(self) -> int:
-        """The number of processes among which weights, gradients and the optimizer's state are divided."""
+        """The number of processes that share weights, gradients and the optimizer's state."""
         return self.count if self.kind == FSDP else 1
 
     def buckets(self, gradients: int) -> int:
@@ -67,7 +66,7 @@ class Processes:
         return found
 
     def together(self, function: Callable[[], Result]) -> Result:
-        """Call a function. If it raises an exception in one process, all processes raise one, InputError in the others."""
+        """Call a function. If it raises in one process, all processes raise, the others an InputError."""
         error: Exception | None = None
         try:
             result = function()
@@ -83,7 +82,6 @@ class Processes:
 
 
 ALONE = Processes()
-"""A single process."""
 
 
 def largest(values: list):
@@ -92,7 +90,7 @@ def largest(values: list):
 
 
 class ShardedWeights:
-    """The bytes of weights and gradients of a model whose blocks `fully_shard` divides, and which it divides as a whole.
+    """The bytes of weights and gradients of a model if `fully_shard` divides its blocks, and the model as a whole.
 
     As in torch 2.13, a block's weights are gathered while the block runs, in the backward pass one block ahead, and the others' while the
     model does. A collective's buffer exists until the next of its kind. Gradients of a block are whole until its end.
@@ -131,13 +129,11 @@ class ShardedWeights:
             found.append(Event(name, change))
 
         def buffer(name, size):
-            """Replace the buffer of a kind of collectives."""
             during(name, size)
             during(name, -buffers[name])
             buffers[name] = size
 
         def reduced(gradients):
-            """Keep a shard of gradients."""
             buffer("reduce", sum(gradients.values()))
             for key, size in gradients.items():
                 found.append(Event(key, -int(less * size)))

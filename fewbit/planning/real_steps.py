@@ -1,4 +1,4 @@
-"""Forward and backward passes of a model that are measured: gradients, times, saved bytes, and allocations, by torch's profiler."""
+"""Measured forward and backward passes of a model: gradients, times, saved bytes, and allocations, by torch's profiler."""
 
 from __future__ import annotations
 
@@ -115,13 +115,9 @@ class RealSteps(Measured):
     def timeline(
         self, batch, blocks: Iterable[nn.Module], state: int, accumulates: bool
     ) -> tuple[Timeline, list[torch.Tensor]]:
-        """Return the timeline and the gradient of a step. The model's gradients do not change.
+        """Return the timeline and the gradient of a step that marks the passes of `blocks`. The model's gradients do not change.
 
-        Args:
-            batch: the batch.
-            blocks: the modules whose passes are marked.
-            state: the bytes of the optimizer's state.
-            accumulates: whether gradients exist before the step.
+        `state` is the number of bytes of the optimizer's state, and `accumulates` says whether gradients exist before the step.
         """
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         tensors = [*self.model.parameters(), *self.model.buffers(), *tensors_of(batch)]

@@ -70,7 +70,7 @@ class Rest(NamedTuple):
 
     Attributes:
         bits: the bits of all layers outside of blocks; None if they are exact.
-        head: the path of the linear layer whose loss is computed in chunks (`fewbit.chunk_loss_`); None if none is.
+        head: the path of the linear layer whose loss is computed in chunks (`fewbit.chunk_loss_`), or None.
     """
 
     bits: int | None = None
@@ -92,8 +92,8 @@ class Settings:
 
     Attributes:
         blocks: {path of a block: its option}.
-        rest: the bits of all layers outside of blocks; None if they are exact.
-        head: as in `Rest`.
+        rest: `bits` of `Rest`.
+        head: `head` of `Rest`.
     """
 
     blocks: Mapping[str, Option]
@@ -123,9 +123,9 @@ class Settings:
         return Candidate(POLICY, bits, options, checkpoints=calls, head=self.head)
 
     def apply(self, model: nn.Module, always: bool = False) -> Controller | None:
-        """Undo earlier conversions and checkpoints of the model, and apply the options, in place.
+        """Undo earlier conversions and checkpoints of the model, and apply the options, in place. Return the controller, or None.
 
-        With `always`, `compress_` is called even if it compresses nothing. Return its controller, or None.
+        With `always`, `compress_` is called even if it compresses nothing.
         """
         uncheckpoint_(model)
         unchunk_loss_(model)
@@ -136,7 +136,7 @@ class Settings:
 
     @property
     def code(self) -> str:
-        """Python code that applies the options to a model named `model`."""
+        """Python code that applies the options to `model`."""
         return "\n".join(self.candidate.calls)
 
     def to_dict(self) -> dict:

@@ -127,7 +127,6 @@ class StorageTracker(FakeTensorMode):
 
 
 def _storage_of(value) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor, or None."""
     if not isinstance(value, torch.Tensor):
         return None
     try:

@@ -37,8 +37,8 @@ class Planned:
         variance_error: The standard error of `variance`, NaN if not known.
         bias: An estimate of |E g^ - g|^2, the other part of `error`, with E the mean over draws. It may be negative.
         seconds: The median time of a forward and backward pass, in turns with the other candidates, in seconds.
-        seconds_least: The shortest time of a pass, in seconds.
-        seconds_most: The longest time of a pass, in seconds.
+        seconds_least: The shortest time of a pass.
+        seconds_most: The longest time of a pass.
     """
 
     candidate: Candidate
@@ -54,12 +54,12 @@ class Planned:
 
     @property
     def policy(self) -> str:
-        """The name of the curve to which the candidate belongs."""
+        """The `policy` of the candidate."""
         return self.candidate.policy
 
     @property
     def label(self) -> str:
-        """A text that distinguishes the candidate from others with the same `policy`."""
+        """The `label` of the candidate."""
         return self.candidate.label
 
 
@@ -76,10 +76,10 @@ class TrainingPlan(Document):
         share: The largest error with which a candidate may be recommended, as a multiple of `sampling`.
         exact_bytes: The bytes that the model saves without compression.
         exact_seconds: The median time of a forward and backward pass without compression, in seconds.
-        exact_seconds_least: The shortest time of such a pass, in seconds.
-        exact_seconds_most: The longest time of such a pass, in seconds.
-        compiled_bytes: The same as `exact_bytes` with torch.compile, or None if no candidate compiles.
-        compiled_seconds: The same as `exact_seconds` with torch.compile, or None.
+        exact_seconds_least: The shortest time of such a pass.
+        exact_seconds_most: The longest time of such a pass.
+        compiled_bytes: `exact_bytes` with torch.compile, or None if no candidate compiles.
+        compiled_seconds: `exact_seconds` with torch.compile, or None.
         gradient: The mean of |g|^2 over the batches, with the exact gradient g of a batch.
         sampling: The variance of g between minibatches.
         sampling_error: The standard error of `sampling`, NaN if not known.
@@ -166,7 +166,7 @@ class TrainingPlan(Document):
 
     @property
     def title(self) -> str:
-        """The recommended candidate with its bytes, error and time, or the reason why there is none."""
+        """The recommended candidate, or the reason why there is none."""
         chosen, best = self.recommended, self.closest
         exact = amount(self.exact_bytes)
         if chosen is not None:
@@ -195,11 +195,9 @@ class TrainingPlan(Document):
         return row.seconds / self.exact_seconds
 
     def _range(self, least: float, most: float) -> str:
-        """Format two times as multiples of the median of exact passes."""
         return f"{least / self.exact_seconds:.3g} to {most / self.exact_seconds:.3g}"
 
     def view(self) -> View:
-        """Return a table of the exact model, whose row is None, and the candidates. `*` marks the recommended one."""
         chosen, unit = self.recommended, self.unit
 
         def setting(row: Planned) -> str:
@@ -274,7 +272,6 @@ class TrainingPlan(Document):
 
 
 def _column(title: str, cell: Callable[[Planned], str], exact: str = "", **options) -> Column:
-    """Make a column with a text for the exact model."""
     return Column(title, lambda row: exact if row is None else cell(row), **options)
 
 

@@ -14,7 +14,7 @@ from fewbit.planning.timeline import BEGIN, END, ENTER, LEAVE
 
 @contextmanager
 def watched(blocks: Iterable[nn.Module], mark: Callable[[str, int, list], None]):
-    """Return a context manager that calls mark(kind, number of the block, input tensors) in the passes of blocks, with inputs for ENTER only."""
+    """Call mark(kind, number of the block, input tensors) in the passes of blocks within the context, with inputs for ENTER only."""
     handles = []
     try:
         for number, block in enumerate(blocks):

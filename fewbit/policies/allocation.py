@@ -67,7 +67,7 @@ def allocate(variances, elements, budget: int, least=MIN_BITS, most=MAX_BITS):
 
 
 def variance(variances, bits) -> float:
-    """Return the sum over all tensors of the variance at the tensor's bits, which `allocate` minimizes."""
+    """Return the sum over all tensors of the variance at their bits."""
     column = np.asarray(bits, dtype=np.int64)[:, None] - MIN_BITS
     return float(np.take_along_axis(np.asarray(variances), column, 1).sum())
 
@@ -88,7 +88,7 @@ def _allocate(variances, elements, budget, least, most):
 
 
 def reference(variances, elements, budget, least, most):
-    """Return the result of `allocate`'s greedy algorithm, by sorting all steps, as a substitute for the compiled kernel."""
+    """Return the result of `allocate`'s greedy algorithm, by sorting all steps, without the compiled kernel."""
     n = len(elements)
     steps = np.arange(most, least, -1)
     losses = variances[:, steps - 2] - variances[:, steps - 1]

@@ -71,7 +71,7 @@ class Allocation(Rows):
 
     @property
     def bits(self) -> float | None:
-        """The average bits per element over all rows; None as long as there are no rows."""
+        """The average bits per element over all rows, or None without rows."""
         return _average(self) if self else None
 
     @property

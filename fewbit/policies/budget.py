@@ -51,7 +51,7 @@ class SizeProbe:
         self._latest: tuple[tuple[str, int], int, int] | None = None
 
     def record_saved(self, slot, elements: int, sensitivities=None):
-        """Note the elements of a saved tensor, and the bytes of its codes; `sensitivities` is None if all samples have the same bits."""
+        """Note a saved tensor's elements, and the bytes of its codes; `sensitivities` is None if all samples have the same bits."""
         self._latest = None
         if in_checkpoint() or slot.is_fixed:
             return

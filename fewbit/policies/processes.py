@@ -12,7 +12,7 @@ LAG = 4
 
 
 def groups_of(module) -> tuple:
-    """Return the process groups over which measurements are gathered, with those of tensor parallelism; () for one process."""
+    """Return the process groups over which measurements are gathered, tensor parallelism included; () for one process."""
     groups = process_groups(module) if is_distributed_run() else ProcessGroups()
     return groups.data + groups.tensor
 

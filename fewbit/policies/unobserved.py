@@ -49,7 +49,7 @@ class Unobserved:
         }
 
     def found(self, model: nn.Module | None, seen: Container[str]) -> dict[str, str]:
-        """Return {layer: reason in words} of the listed layers of the model that are not in `seen`."""
+        """Return {layer: reason in words} of the model's listed layers that are not in `seen`."""
         compiled = self._compiled if model is None else _with_alike(model, self._compiled)
         reasons = dict.fromkeys(compiled, COMPILED) | {
             layer: reason for layer, (reason, _) in self._reports.items()

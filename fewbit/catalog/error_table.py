@@ -77,7 +77,6 @@ class ErrorTable(Result):
         ]
 
     def view(self) -> View:
-        """Return a row for each function and a column for each number of bits."""
         # In a narrow terminal, columns are left out from the last one on. The first one always stays.
         numbers = [
             Column(
@@ -135,7 +134,7 @@ def error_table(
 
 
 def names_of(functions: str | Iterable[str] | None) -> list[str]:
-    """Return canonical names of functions, by default of all. "package.module:name" stays."""
+    """Return canonical names, by default of all functions. "package.module:name" stays."""
     names = known.names() if functions is None else _as_tuple("functions", functions, str, "str")
     return [name if ":" in name else known.canonical(name) for name in names]
 
@@ -146,7 +145,6 @@ def checked_bits(bits: int | Iterable[int]) -> tuple[int, ...]:
 
 
 def _as_tuple(argument: str, value, kind: type, described: str) -> tuple:
-    """Return one or several values of type `kind` as a tuple."""
     if not isinstance(value, kind | Iterable):
         raise FewbitError(f"{argument}: expected one or several of type {described}, got {value!r}")
     values = (value,) if isinstance(value, kind) else tuple(value)

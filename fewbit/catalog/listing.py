@@ -48,7 +48,7 @@ def _parameters_and_aliases(record):
 
 
 def format_ranges(numbers):
-    """Format ascending integers such as [1, 2, 3, 5] as `1-3,5`, and an empty list as a dash."""
+    """Format ascending integers such as [1, 2, 3, 5] as `1-3,5`, and none as a dash."""
     runs = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:
@@ -74,7 +74,7 @@ def _record(function):
 
 
 def _shipped_bits(name):
-    """Return the bits of the shipped tables of form "levels", which are not validated, to save time."""
+    """Return the bits of the shipped tables of form "levels", without validation, to save time."""
     try:
         text = (store.tables_directory() / f"{name}.json").read_text(encoding="utf-8")
         tables = json.loads(text)["tables"]

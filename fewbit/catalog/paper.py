@@ -36,12 +36,12 @@ PARITY = frozenset({"sigmoid", "tanh"})
 
 
 def printed_error(function, bits):
-    """Return the error that the paper prints for a canonical name and a number of bits, or None."""
+    """Return the error that the paper prints for a canonical name, or None."""
     return TABLE_3.get(function, {}).get(bits)
 
 
 def counterpart(table):
-    """Return the error that the paper prints for a table's problem, whatever its form, or None."""
+    """Return the error that the paper prints for a table's problem in any form, or None."""
     printed = printed_error(table.function, table.bits)
     if printed is None or (
         table.domain != DOMAIN

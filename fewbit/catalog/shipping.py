@@ -16,7 +16,7 @@ from fewbit.table import load_file, save_tables
 
 
 def requests(name):
-    """Return the arguments of `solve` for every table that is shipped for a function."""
+    """Return the arguments of `solve` for every shipped table of a function."""
     wanted = [("levels", "uniform", 8), ("levels", "normal", 8), ("intervals", "uniform", 4)]
     if name in functions.solver_names():
         wanted = [("levels", "normal", 8)]

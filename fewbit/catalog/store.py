@@ -150,7 +150,7 @@ def _has_all(table, values):
 
 
 def _cached(name, asked, expected, solved):
-    """Return the cached table with the same arguments `asked` and fields `expected`, else solve and cache it."""
+    """Return the cached table with the arguments `asked` and fields `expected`, else solve and cache it."""
     asked = json.loads(json.dumps(asked))
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     directory = cache_folder("tables")

@@ -65,7 +65,6 @@ _STATUS = {
 
 
 def _facts_grid(table: Table):
-    """Make a rich grid of name, value and comment for each fact."""
     from rich.table import Table as Grid
     from rich.text import Text
 
@@ -119,7 +118,6 @@ def _against(error: float, printed: float) -> str:
 
 
 def _levels(table: Table) -> View:
-    """Return a table's levels, each with its pieces."""
     place = "where x is in"
     if table.objective == "unbiased":
         place = "draws between this level and the next where x is in"

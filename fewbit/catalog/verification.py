@@ -143,8 +143,6 @@ class _Recomputed:
 
 
 def _wrong_errors(table, found):
-    """Return a line if the claimed error, or else the claimed relative error, does not hold."""
-
     def holds(claimed, tolerance):
         allowed = tolerance * claimed + _ROUNDING * found.scale
         # If f' is an approximation, the solver adds the effect of its inaccuracy to the error. `highest` includes the
@@ -220,7 +218,6 @@ def _smooth_intervals(table, f, weight):
 
 
 def _loss(table, f, x):
-    """Return the (expected) value of (f'(x) - q(x))**2."""
     slope = f.derivative(x)
     if table.objective != "unbiased":
         return (slope - table(x)) ** 2
@@ -251,7 +248,6 @@ def _integral(integrand, ends, slope=1.0):
 
 
 def _few_points(integrand, left, right):
-    """Integrate over narrow intervals with 5 Gauss-Legendre points."""
     points, weights = np.polynomial.legendre.leggauss(5)
     x = left[:, None] + 0.5 * (points + 1) * (right - left)[:, None]
     return np.sum(integrand(x) @ weights * 0.5 * (right - left))
@@ -301,7 +297,6 @@ class Verification(Result):
         return [finding.record() for finding in self.findings]
 
     def view(self) -> View:
-        """Return a line for each file, and a note for each problem."""
         columns = (
             Column("file", lambda file: printable(file[0].name), "text"),
             Column("tables", lambda file: str(len(file[1]))),
@@ -335,7 +330,6 @@ def _largest(findings):
 
 
 def _verdict(findings):
-    """Return the text and the color of the column "result"."""
     if problems := _problems(findings):
         return f"{len(problems)} wrong", "red"
     if unchecked := _unchecked(findings):

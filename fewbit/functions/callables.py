@@ -156,7 +156,7 @@ def import_callable(path: str) -> Callable:
 
 
 def misfit_of(f: Callable, arguments: int) -> str:
-    """Explain why f cannot be called with `arguments` positional arguments; "" if it can, or has no signature."""
+    """Explain why f cannot be called with so many positional arguments; "" if it can, or has no signature."""
     try:
         inspect.signature(f).bind(*[None] * arguments)
     except TypeError as error:
@@ -295,7 +295,7 @@ def _check_given(name: str, given: list[float] | None, also: list[float], choice
 
 
 def _check_integral(name: str, f: Flat, slopes: Panels, remedy: str) -> None:
-    """Raise FunctionError, ending in `remedy`, if the integral of f' between neighbors of a mesh is not f's change."""
+    """Raise FunctionError, ending in `remedy`, if an integral of f' between neighbors of a mesh is not f's change."""
     mesh = np.linspace(slopes.left[0], slopes.right[-1], RESOLUTION)
     x = np.union1d(mesh, slopes.points(16))
     left, right = x[:-1], x[1:]

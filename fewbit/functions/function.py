@@ -65,7 +65,7 @@ def named(module: str | None) -> Callable:
 
 
 def require(condition: bool, name: str, expected: str, **got: float) -> None:
-    """Raise FunctionError if the condition is false: function `name` expected `expected` and got `got`."""
+    """Raise FunctionError, with what function `name` expected and got, if the condition is false."""
     if not condition:
         came = ", ".join(f"{key}={number!r}" for key, number in got.items())
         raise FunctionError(f"{name}: expected {expected}, got {came}")

@@ -49,7 +49,7 @@ def _gelu_lower_slope(x: np.ndarray) -> np.ndarray:
 
 @named(module="GELU")
 def gelu() -> Function:
-    """The function x times the standard normal distribution function at x."""
+    """The function x times the standard normal distribution function."""
     return _gated_function(
         _gelu_lower, _gelu_lower_slope, "torch.nn.GELU; Hendrycks and Gimpel, arXiv:1606.08415"
     )

@@ -44,7 +44,7 @@ def numerical_derivative(f: Flat, panels: Panels, domain: tuple[float, float]) -
 def with_flat_pieces(
     value: Flat, slope: Flat, panels: Panels, pieces: list[tuple[float, float]]
 ) -> tuple[Flat, float]:
-    """Return (f', its estimated largest error), with f' exactly constant on every interval of `pieces` on which f is a straight line."""
+    """Return (f', its estimated largest error), with f' constant on every interval of `pieces` on which f is a straight line."""
     flat = []
     accuracy = panels.error
     largest = panels.derivative().largest()
@@ -75,7 +75,6 @@ def with_flat_pieces(
 
 
 def _is_straight(value: Flat, level: float, left: float, right: float) -> bool:
-    """Return whether f is a line with the slope `level` at an even mesh and at points dense around 0."""
     near = np.geomspace(1e-12, max(-left, right), 1025)
     x = np.concatenate([np.linspace(left, right, RESOLUTION), -near, near])
     x = np.unique(x[(x >= left) & (x <= right)])

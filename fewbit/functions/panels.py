@@ -383,7 +383,6 @@ def _interpolated(y, shift):
 
 
 def _chebyshev(coefficients, t):
-    """Evaluate a Chebyshev series (terms, ...) at t by Clenshaw's recurrence."""
     two = 2.0 * t
     ahead = behind = np.zeros_like(t)
     for coefficient in coefficients[:0:-1]:

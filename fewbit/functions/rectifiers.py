@@ -18,7 +18,6 @@ def _scaled(slope: float, x: np.ndarray) -> np.ndarray:
 
 
 def _two_slopes(slope: float, reference: str) -> Function:
-    """The function x for x > 0 and slope * x otherwise."""
     return make_function(
         lambda x: np.where(x > 0, x, _scaled(slope, x)),
         lambda x: np.where(x > 0, 1.0, slope),

@@ -107,7 +107,6 @@ def get(name: str, parameters: Mapping[str, float] | None = None) -> Function:
 
 
 def _resolved(name: str, given: Mapping[str, float]) -> dict[str, float]:
-    """Check the given parameters, and return all, with defaults."""
     signature = inspect.signature(_BUILDERS[name])
     defaults = {key: parameter.default for key, parameter in signature.parameters.items()}
     for key, number in given.items():

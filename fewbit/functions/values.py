@@ -11,7 +11,7 @@ from fewbit.functions.function import Function, domain_around, make_function, na
 
 @named(module=None)
 def value() -> Function:
-    """The function x**2 / 2, whose derivative is x: its tables are scalar quantizers, for a normal weight those of Lloyd (1982) and Max (1960)."""
+    """The function x**2 / 2: tables of its derivative x are scalar quantizers, for a normal weight those of Lloyd (1982) and Max (1960)."""
     return make_function(
         lambda x: 0.5 * x * x,
         np.copy,

@@ -70,7 +70,7 @@ def concatenate(parts):
 
 
 def merge(cells, nodes):
-    """Merge the cells between each two neighboring `nodes`, which must include all kinks, extrema of f' and jumps of w."""
+    """Merge the cells between neighboring `nodes`, which must include all kinks, extrema of f' and jumps of w."""
     group = np.searchsorted(nodes, 0.5 * (cells.left + cells.right))
     starts = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
     ends = np.append(starts[1:], len(cells)) - 1
@@ -128,7 +128,7 @@ class Landscape:
         return self._present(cells.take(cells.mass > 0))
 
     def supporting_cells(self, count):
-        """Cut the domain into about `count` cells, and return those on which w is positive, however small it is."""
+        """Cut the domain into about `count` cells, and return those on which w is positive, however small."""
         low, high = self.domain
         weight = self.weight.weight
         edges = weight.support_edges(self.domain)
@@ -174,7 +174,7 @@ class Landscape:
         )
 
     def integrate(self, left, right):
-        """Return the cells with the ends `left` and `right`, float64 (n,). No cell may contain a kink, extremum of f' or jump of w."""
+        """Return the cells with these ends, float64 (n,). No cell may contain a kink, extremum of f' or jump of w."""
         half = 0.5 * (right - left)
         x = 0.5 * (left + right)[:, None] + half[:, None] * _GAUSS[0]
         weight = self.density(x) * (half[:, None] * _GAUSS[1])
@@ -208,7 +208,7 @@ class Landscape:
         return joined.take(np.argsort(joined.left, kind="stable"))
 
     def end_values(self, left, right):
-        """Return the limits of f' at both ends of intervals, from inside each."""
+        """Return the limits of f' at both ends of intervals, from inside."""
         jump_left = np.isin(left, self.kinks)
         jump_right = np.isin(right, self.kinks)
         return (
@@ -259,7 +259,6 @@ def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=
 
 
 def _mesh(low, high, hints):
-    """Return points of the domain: evenly spaced ones, denser ones around 0, and `hints`."""
     even = np.linspace(low, high, _UNIFORM_MESH + 1)
     reach = np.arcsinh(max(abs(low), abs(high)) / _SMALLEST_SCALE)
     dense = _SMALLEST_SCALE * np.sinh(np.linspace(-reach, reach, _UNIFORM_MESH + 1))

@@ -117,7 +117,7 @@ def _checked(values, weights, count):
 
 
 def best_breaks(items, count, *, monge, prune=True, effort):
-    """Return the cost, the breaks int64 (count - 1,), and `Partition.candidates` of the best partition into `count` segments."""
+    """Return the cost, the breaks int64 (count - 1,), and `Partition.candidates` of the best partition."""
     n = len(items)
     count_used = min(count, n)
     candidates = [np.arange(n + 1)] * (count_used - 1)
@@ -204,7 +204,7 @@ def surviving_breaks(items, count, *, monge, effort):
 
 
 def _block_bounds(costs, alive, monge, effort):
-    """Return, for every break, lower bounds on the cost with this break in each remaining block."""
+    """Return lower bounds on the cost with every break in each remaining block."""
     n = len(costs.items)
     options = {"monge": monge, "slack": 1, "threads": effort.threads}
     left, columns, values = [], np.zeros(1, dtype=np.int64), np.zeros(1)

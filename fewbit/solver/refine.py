@@ -76,7 +76,7 @@ class ContiguousPieces:
         return Steps(breaks, codes, density)
 
     def _settle(self, at, lower, upper, floor, ceiling):
-        """Move a break from `at` to the next local minimum of the error within (floor, ceiling); return (x, w / |f''| there)."""
+        """Move a break from `at` to the next local minimum of the error in (floor, ceiling); return (x, w / |f''| there)."""
         cells, threshold = self.cells, 0.5 * (lower + upper)
         sign = np.sign(upper - lower)
         # `ends` is positive at points that have a smaller error in the piece on the right.

@@ -162,7 +162,7 @@ def _relax_pinned_levels(value, mass, excess, count, pinned, effort):
 
 
 def relax_intervals(cells, count, slopes, effort):
-    """Find the best contiguous pieces. `slopes` are the levels of the outer pieces if these are pinned, else None."""
+    """Find the best contiguous pieces. `slopes` are the levels of the outer pieces if pinned, else None."""
     atoms, leaving = two_point_atoms(cells)
     items = Items(atoms.mass, atoms.value)
     if slopes is None:

@@ -44,7 +44,7 @@ def count_levels(bits, levels):
 
 
 def check_choice(name, value, choices):
-    """Raise SolveError if the value of the argument `name` is not in `choices`."""
+    """Raise SolveError if the argument `name` is not in `choices`."""
     if not (isinstance(value, str) and value in choices):
         raise SolveError(f"{name}: expected {' or '.join(choices)}, got {value!r}")
 
@@ -59,7 +59,7 @@ def check_request(form, objective, tails, parameters):
 
 
 def is_integer(value):
-    """Return whether the value is an integer of Python or NumPy, and not a bool."""
+    """Return whether the value is an integer, and not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 

@@ -73,7 +73,7 @@ class Items:
         return segment_cost(moments, level_of, self.spread, start, stop)
 
     def segment_means(self, breaks):
-        """Return the weighted means float64 (K,) of the segments between `breaks`, int (K-1,); nan for one without mass."""
+        """Return the weighted means float64 (K,) of the segments between `breaks`, int (K-1,); nan without mass."""
         edges = np.concatenate([[0], breaks, [len(self)]]).astype(np.int64)
         runs = merge_runs(self.mass, self.anchor, self.offset, self.spread, edges)
         return np.where(runs.mass > 0, runs.mean, np.nan)
@@ -84,7 +84,7 @@ class Items:
 
 
 def merge_runs(mass, anchor, offset, spread, nodes):
-    """Return new `Items`, in which the items between neighboring `nodes` are merged."""
+    """Return new `Items`, with the items between neighboring `nodes` merged."""
     nodes = np.ascontiguousarray(nodes, dtype=np.int64)
     out = np.zeros((4, len(nodes) - 1))
     _merge_runs(mass, anchor, offset, spread, nodes, out)

@@ -193,7 +193,6 @@ def _check_arguments(form, objective, tails, threads, parameters, grid, progress
 
 
 def _check_size(landscape, request, f):
-    """Raise SolveError if the table would have too many pieces."""
     turns = 1 + len(landscape.extrema) + len(landscape.kinks)
     if request.form == "intervals" or turns * (request.count - 1) <= MOST_PIECES:
         return
@@ -236,7 +235,6 @@ def _warn_of_gap(table):
 
 
 def _certified(outcome, f, objective):
-    """Return an error and a lower bound that hold for the exact f'."""
     error, bound = outcome.error, min(outcome.lower_bound, outcome.error)
     if outcome.lower_bound > error * (1 + 1e-9) + 1e-27 * outcome.scale:
         raise SolveError(

@@ -103,7 +103,7 @@ def relabel(steps, levels, fixed):
 
 
 def crossing_points(landscape, cells, cell, threshold):
-    """Return float64 (n,), the x in each cell of the indices `cell` at which f' equals `threshold`, by the Illinois method."""
+    """Return float64 (n,), the x in each of the cells `cell` at which f' equals `threshold`, by the Illinois method."""
     a, b = cells.left[cell], cells.right[cell]
     fa, fb = cells.value_left[cell] - threshold, cells.value_right[cell] - threshold
     best = np.where(np.abs(fa) < np.abs(fb), a, b)
@@ -131,7 +131,7 @@ def crossing_points(landscape, cells, cell, threshold):
 
 
 def slope_density(landscape, cells, cell, at):
-    """Return w / |f''| at the points `at` inside the cells `cell`, by a difference of f'."""
+    """Return w / |f''| at points inside the cells `cell`, by a difference of f'."""
     left, right = cells.left[cell], cells.right[cell]
     step = np.minimum(1e-4 * np.maximum(1.0, np.abs(at)), 0.25 * (right - left))
     below, above = np.maximum(at - step, left), np.minimum(at + step, right)

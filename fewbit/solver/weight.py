@@ -77,7 +77,7 @@ class Weight:
         return np.empty(0)
 
     def document(self):
-        """Return the weight as a dict for JSON."""
+        """Return the weight as a dict for JSON (docs/reference/table_schema.md)."""
         raise NotImplementedError
 
 
@@ -85,11 +85,9 @@ class Uniform(Weight):
     """The constant weight 1."""
 
     def density(self, x):
-        """Return ones."""
         return np.ones_like(x)
 
     def document(self):
-        """Return {"kind": "uniform"}."""
         return {"kind": "uniform"}
 
 
@@ -113,20 +111,16 @@ class Normal(Weight):
         self.mean, self.std = float(mean), float(std)
 
     def density(self, x):
-        """Return the density at x."""
         z = (x - self.mean) / self.std
         return np.exp(-0.5 * z * z) / (self.std * math.sqrt(2 * math.pi))
 
     def mesh(self, domain):
-        """Return 721 points within 9 standard deviations of the mean."""
         return self.mean + self.std * np.linspace(-9, 9, 721)
 
     def absence(self):
-        """Return the end of that message."""
         return f": the density of normal:{self.mean:g},{self.std:g} is too small for float64 there"
 
     def document(self):
-        """Return the kind, the mean and the standard deviation."""
         return {"kind": "normal", "mean": self.mean, "std": self.std}
 
 
@@ -172,17 +166,14 @@ class Scales(Weight):
         return (high - low) / x
 
     def mesh(self, domain):
-        """Return points up to 9 times `high` from 0."""
         steps = math.ceil(_POINTS_PER_E * math.log(9e3 * self.high / self.low))
         points = np.geomspace(1e-3 * self.low, 9 * self.high, steps)
         return np.concatenate([-points[::-1], points])
 
     def absence(self):
-        """Return the end of that message."""
         return f": the density of scales:{self.low:g},{self.high:g} is too small for float64 there"
 
     def document(self):
-        """Return the kind and both standard deviations."""
         return {"kind": "scales", "low": self.low, "high": self.high}
 
 
@@ -201,7 +192,7 @@ def _bin_count(samples):
 
 
 def _quantile_edges(values):
-    """Return the edges of bins with about equally many of the sorted values, and fewer towards both ends."""
+    """Return the edges of bins with about equally many of the sorted values, fewer towards both ends."""
     if not values.size:
         return values
     low, high, bins = values[0], values[-1], _bin_count(values.size)
@@ -292,29 +283,23 @@ class Histogram(Weight):
         return cls(edges, _heights(counts, edges))
 
     def density(self, x):
-        """Return the height of the bin that contains x, else 0."""
         bin_of = np.searchsorted(self._edges, x, side="right") - 1
         inside = (bin_of >= 0) & (bin_of < len(self._density))
         return np.where(inside, self._density[np.clip(bin_of, 0, len(self._density) - 1)], 0.0)
 
     def edges(self, domain):
-        """Return the edges of the bins."""
         return self._edges
 
     def support(self, x):
-        """Return whether x is in a bin that is not empty."""
         return self.density(x) > 0
 
     def absence(self):
-        """Return the end of that message."""
         return f": all mass of the histogram is in [{self.domain[0]:g}, {self.domain[1]:g}]"
 
     def mesh(self, domain):
-        """Return the edges of the bins."""
         return self._edges
 
     def document(self):
-        """Return the kind, the edges and the heights."""
         return {
             "kind": "histogram",
             "edges": self._edges.tolist(),
@@ -366,11 +351,9 @@ class Density(Weight):
         return np.union1d(steps, self._ends(mesh, value, _NEGLIGIBLE * value.max()))
 
     def support(self, x):
-        """Return whether the density is positive at x."""
         return self.density(x) > 0
 
     def support_edges(self, domain):
-        """Return the points at which it becomes or ceases to be 0."""
         mesh = self.mesh(domain)
         return self._ends(mesh, self.density(mesh), 0.0)
 
@@ -420,14 +403,12 @@ class Density(Weight):
         return mesh
 
     def absence(self):
-        """Return the end of that message."""
         return (
             f": density {self._name} is 0 at nearly all of {_FINE + 1} evenly spaced points; if it has a narrow peak, "
             "choose a smaller domain around the peak"
         )
 
     def document(self):
-        """Return the kind and the name of the user's function."""
         return {"kind": "callable", "name": self._name}
 
 
@@ -612,7 +593,6 @@ def _from_document(document):
 
 
 def _check_range(what, low, high):
-    """Raise WeightError if the solver cannot use the interval as a domain."""
     problem = check_extent(low, high)
     if problem:
         raise WeightError(f"{what}: {problem}")

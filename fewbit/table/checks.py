@@ -45,7 +45,7 @@ def wrong(field: str, expected: str, got: Any) -> TableError:
 
 
 def checked_field(field: str, value) -> Any:
-    """Check a value against the field's schema, and return a copy in plain Python objects. A float without fraction counts as an integer."""
+    """Check a value against the field's schema, and return it in plain Python objects. Whole floats count as integers."""
     value = _plain(field, value)
     problem = schema.find_field_error(value, field, schema.TABLE)
     if problem is not None:
@@ -54,7 +54,6 @@ def checked_field(field: str, value) -> Any:
 
 
 def _plain(field: str, value) -> Any:
-    """Return a copy in plain Python objects. Raise TableError if JSON cannot hold it."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, Mapping):
@@ -115,7 +114,7 @@ def checked_codes(field: str, value, n_levels: int) -> np.ndarray:
 
 
 def checked_sides(field: str, value, length: int, what: str) -> tuple[str, ...]:
-    """Check `length` strings "right" or "left", or None for "right" everywhere. `what` is the field that gives `length`."""
+    """Check `length` strings "right" or "left", or None for "right" everywhere. The field `what` gives `length`."""
     if value is None:
         return ("right",) * length
     if isinstance(value, str) or not isinstance(value, Sequence):

@@ -86,7 +86,7 @@ def to_float32(x) -> np.ndarray:
 
 
 def interpolate(x, segment, points, values, slopes) -> np.ndarray:
-    """Return values[i] + (x - points[i]) * slopes[i], i = segment - 1, and outside the points constants. `segment` is from `locate`."""
+    """Return values[i] + (x - points[i]) * slopes[i], i = segment - 1, and constants outside the points. `segment` is from `locate`."""
     i = np.clip(segment - 1, 0, len(slopes) - 1)
     with np.errstate(
         invalid="ignore", over="ignore"
@@ -214,5 +214,5 @@ def _crossings(levels: np.ndarray, knots: Knots) -> dict[float, str]:
 
 
 def lower_level(mean, levels: np.ndarray) -> np.ndarray:
-    """Return the index of the level below every value in `mean`, clipped to [0, K-2]: a draw chooses between this level and the next."""
+    """Return the index of the level below every value in `mean`, clipped to [0, K-2]: a draw takes this level or the next."""
     return np.clip(np.searchsorted(levels, mean, side="right") - 1, 0, len(levels) - 2)

@@ -228,7 +228,6 @@ def _draw_steps(axes, table: Table, low: float, high: float, wide: float) -> Non
 
 
 def _draw_band(axes, table: Table, low: float, high: float) -> None:
-    """Draw the band between the levels from which an unbiased table draws, and the mean of the draws."""
     x = np.linspace(low, high, 2000)
     lower = table.code(x)
     colors = _level_colors(table)

@@ -72,7 +72,6 @@ def _draw_dots(canvas: np.ndarray, curve: Curve, x_limits, y_limits) -> None:
 
 
 def _scale(value, limits, n: int):
-    """Return the position of `value` between the limits, in [0, n)."""
     return np.clip((value - limits[0]) / (limits[1] - limits[0]) * n, 0, n - 1e-6)
 
 
@@ -99,7 +98,6 @@ def _axis(columns: int, low: float, high: float) -> list[str]:
 
 
 def _ticks(low: float, high: float, most: int) -> np.ndarray:
-    """Return about `most` round numbers in [low, high]."""
     rough = (high - low) / most
     power = 10.0 ** np.floor(np.log10(rough))
     step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)

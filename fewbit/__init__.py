@@ -64,7 +64,7 @@ _PACKAGES = {"functional", "nn"}
 
 
 def _names():
-    """Return all public names; the registry of functions has those of activation modules."""
+    """Return all public names, with those of activation modules from the registry of functions."""
     return ["__version__", *sorted(_PACKAGES), *sorted([*_HOME, *_activations()])]
 
 

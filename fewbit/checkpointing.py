@@ -234,7 +234,6 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _make_region(module: nn.Module, function: Callable) -> None:
-    """Make calls of a module run its forward by `function`."""
     if any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__):
         # A layer of transformers calls the function itself, and keeps its cache of keys and values out of the region.
         setattr(module, CHECKPOINTING[0], True)
@@ -280,7 +279,6 @@ def _check(bits, group_size, offload) -> None:
 def _torch_options(
     use_reentrant=False, respect_saved_tensors_hooks=None, determinism_check="default", **options
 ) -> dict:
-    """Return the options for torch's function. Raise InputError for one that is not supported."""
     if use_reentrant:
         raise InputError(
             f"use_reentrant: expected False, got {shorten(use_reentrant)}, with which the region would get no gradients; "
@@ -326,7 +324,6 @@ class _CheckpointedRegion:
         self._has_begun = False
 
     def finish(self) -> None:
-        """Save the record of the first run, and forget the arguments."""
         kept = self._run.kept()
         self._record = _hold(kept) if kept else None
         self._run.forget()
@@ -345,7 +342,7 @@ class _CheckpointedRegion:
             return self._function(*args, **kwargs)
 
     def _recorded(self) -> list[tuple]:
-        """Return the record of the first run, a list of (spec, tensors)."""
+        """Return the record of the first run as (spec, tensors)."""
         if self._record is None:
             return [(copy.spec, copy.tensors) for copy in self._run.kept()]
         node = self._record.grad_fn
@@ -389,7 +386,6 @@ class _Holder(Function):
 
 
 def _save(x: Tensor, number: int, bits: int, group_size: int) -> SavedTensors:
-    """Return a quantized copy of argument `number`, or the argument itself."""
     # Tensors without gradient are masks, positions or data, which exist anyway. A mask may contain -inf.
     is_large = x.dtype in FLOATING and x.layout is torch.strided and x.numel() >= LEAST_ELEMENTS
     if not (is_large and x.requires_grad) or isinstance(x, nn.Parameter) or not is_eager(x):

@@ -10,7 +10,7 @@ from fewbit.errors import FewbitError, OutputExistsError
 
 
 def cache_folder(kind: str) -> Path | None:
-    """Return the folder `kind` in `$FEWBIT_CACHE` or the user's cache folder, which may not exist yet, or None if there is none."""
+    """Return the folder `kind` in `$FEWBIT_CACHE` or the user's cache folder, which may not exist yet; None if there is none."""
     if os.environ.get("FEWBIT_CACHE"):
         return Path(os.environ["FEWBIT_CACHE"])
     try:
@@ -73,7 +73,6 @@ def write_atomic(
 
 
 def _target_of(path, force: bool, follow_links: bool = True) -> Path:
-    """Return the path to write, or raise the exceptions of `write_atomic`."""
     try:
         target = Path(path).resolve() if follow_links else Path(path)
         try:

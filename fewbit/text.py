@@ -27,7 +27,7 @@ def printable(text: str) -> str:
 
 
 def one_line(error: BaseException, limit: int = 160) -> str:
-    """Describe an exception from foreign code by its type and at most `limit` characters of its message."""
+    """Describe foreign code's exception by its type and at most `limit` characters of its message."""
     try:
         message = printable(" ".join(str(error).split()))
     except Exception:  # the exception's own __str__ may raise

@@ -61,7 +61,7 @@ class Noise:
         return path, sign * numbers[path]
 
     def seed_of(self, context: str, number: int) -> int | None:
-        """Return the int64 seed for rounding a tensor in the present backward pass, or None if the tensor stays exact."""
+        """Return the int64 seed for rounding a tensor in this backward pass, or None if it stays exact."""
         draws = (self._draws or {}).get(context)
         if draws is None:
             return None
@@ -84,7 +84,7 @@ class DeferredQuantizer(Quantizer):
         extra_bits: int = 0,
         recomputes: bool = True,
     ) -> SavedTensors:
-        """Save x unchanged, to be rounded to a copy of the kind that `Quantizer.quantize` would make."""
+        """Save x unchanged, to be rounded to the kind of copy that `Quantizer.quantize` would make."""
         kind = self.kind_of(usual)
         if kind == ROTATED and shared and self.context is not None and is_eager(x):
             saving = self.context.saving(x)

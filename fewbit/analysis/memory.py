@@ -91,7 +91,7 @@ class ModelMemory:
         return self.activation_bytes - self.nonlinear_bytes * (1 - fraction)
 
     def saved_packed(self, bits: int) -> int:
-        """Return the bytes that fewbit saves, with codes of `bits` bits, packed in 32-bit words."""
+        """Return the bytes that fewbit saves, with packed codes of `bits` bits."""
         packed = sum(4 * bits * -(-elements // 32) for elements in self.activation_inputs)
         return self.activation_bytes - self.nonlinear_bytes + packed
 
@@ -223,7 +223,7 @@ class MemoryReport(Result):
     bits: tuple[int, ...] = BITS
 
     def records(self) -> list[dict]:
-        """Return a dict for each model: the measurement, and the results of the formulas."""
+        """Return a dict for each model, with the results of the formulas."""
         return [self._record(measured) for measured in self.measurements]
 
     def _record(self, measured: ModelMemory) -> dict:
@@ -246,7 +246,6 @@ class MemoryReport(Result):
         return measured.max_batch(saved, self.device_bytes)
 
     def view(self) -> View:
-        """Return a table with a row for each model, or for each number of bits of a single one."""
         if len(self.measurements) == 1:
             return self._one(self.measurements[0])
         device = f"{format_size(self.device_bytes)} device"

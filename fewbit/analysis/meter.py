@@ -117,7 +117,7 @@ def _only_modules(names) -> dict[str, nn.Module]:
 
 
 def _named_modules(roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return {first path: module} of these modules and all modules in them."""
+    """Return {first path: module}, with all modules inside of these."""
     memo: set[nn.Module] = set()
     found = {}
     for prefix, root in roots.items():
@@ -197,7 +197,7 @@ def parts_of(tensor) -> list[torch.Tensor]:
 
 
 def identity_of(tensor) -> tuple[object, int]:
-    """Return an object that identifies the storage of an existing tensor, and the bytes of the storage."""
+    """Return an object that identifies the storage of an existing tensor, and the storage's bytes."""
     try:
         storage = tensor.untyped_storage()
     except NotImplementedError:  # an opaque layout (mkldnn)
@@ -212,7 +212,7 @@ def identity_of(tensor) -> tuple[object, int]:
 
 
 def _view(tensor) -> tuple[object, int]:
-    """Return what identifies the elements of a tensor in its storage, and their bytes; repeated elements count once."""
+    """Return what identifies a tensor's elements in its storage, and their bytes; repeated elements count once."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return id(tensor), tensor.numel() * tensor.element_size()
     # The order of dimensions makes no difference. Dimensions of size 1 and expanded dimensions add no elements.
@@ -227,7 +227,7 @@ def _view(tensor) -> tuple[object, int]:
 
 
 def existing_kinds(roots: dict[str, nn.Module], inputs) -> dict[object, str]:
-    """Return {identity of a storage: kind} of the parameters, buffers and inputs, which existed before the forward."""
+    """Return {identity of a storage: kind} of the parameters, buffers and inputs."""
     modules = roots.values()
     existing = {
         "input": inputs,

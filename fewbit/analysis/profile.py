@@ -83,7 +83,7 @@ class VarianceProfile(Document):
 
     @property
     def agreement(self) -> np.ndarray:
-        """`quantization` - `direct`, (P,), in units of the standard error of this difference; 0 if the error is 0."""
+        """`quantization` - `direct`, (P,), divided by the standard error of this difference, or 0 if that is 0."""
         error = np.hypot(self.quantization_error, self.direct_error)
         difference = self.quantization - self.direct
         return np.divide(difference, error, out=np.zeros_like(error), where=error > 0)
@@ -95,7 +95,7 @@ class VarianceProfile(Document):
 
     @property
     def own(self) -> np.ndarray:
-        """The variance that rounding a module's context adds to the module's own gradient, (P,); 0 without context."""
+        """The variance that rounding a module's context adds to its own gradient, (P,); 0 without context."""
         rows = {context: row for row, context in enumerate(self.contexts)}
         return np.array(
             [
@@ -110,7 +110,7 @@ class VarianceProfile(Document):
         return _ratio(self.own.sum(), self.quantization.sum())
 
     def to_dict(self) -> dict:
-        """Return the profile as a dict of plain values. Unknown standard errors become None."""
+        """Return plain values. Unknown standard errors become None."""
         values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
         return {"schema": VARIANCE_PROFILE} | values
 
@@ -147,7 +147,6 @@ class VarianceProfile(Document):
         return f"{self.model}, {counted(self.bits, 'bit')}"
 
     def view(self) -> View:
-        """Return a table with a row for each module, largest `quantization` first, and a row with the sums."""
         columns = (
             Column("module", lambda row: module_name(row["parameters"]), "name", least=24),
             _variances("sampling"),

@@ -81,7 +81,7 @@ class Recorder:
         return [token for token in (ref() for ref in self._tokens) if token is not None]
 
     def hooks(self) -> tuple:
-        """Return the two hooks for `torch.autograd.graph.saved_tensors_hooks`. A compiler must not compile them."""
+        """Return two hooks for `torch.autograd.graph.saved_tensors_hooks`. A compiler must not compile them."""
 
         def pack(tensor):
             token = Token(tensor, self.running[-1])
@@ -98,7 +98,7 @@ class Recorder:
 
     @contextmanager
     def watching(self, modules: dict[str, nn.Module]) -> Iterator[None]:
-        """Note which of the modules {path: module}, parents first, are running inside the block."""
+        """Note which modules {path: module}, parents first, are running inside the block."""
         watched = list(_outside_compiled(modules))
         compiled = [
             (module, vars(module).get("_compiled_call_impl"))
@@ -160,7 +160,7 @@ class Recorder:
 
 
 def _outside_compiled(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) of the modules outside compiled or scripted ones, where a hook would cause a recompilation."""
+    """Yield (path, module) outside compiled or scripted modules, where a hook would cause a recompilation."""
     inside: set[int] = set()
     for path, module in modules.items():
         if id(module) in inside:
@@ -187,7 +187,7 @@ def _origin(tensor) -> str:
 
 
 def name_nodes(outputs) -> None:
-    """Write into the `Token` of each saved tensor the name of an autograd node that holds it."""
+    """Write into each saved tensor's `Token` the name of an autograd node that holds it."""
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(nodes)
     while nodes:
@@ -216,7 +216,7 @@ def _tokens_of(node) -> Iterator[Token]:
 
 
 def is_fewbit_node(node) -> bool:
-    """Return whether an autograd Function of fewbit, or one of its ops, has made an autograd node."""
+    """Return whether an autograd Function or op of fewbit has made a node."""
     forward = getattr(type(node), "_forward_cls", None)
     is_own = forward is not None and _is_fewbit_class(forward)
     return is_own or "GeneratedBackwardFor_fewbit" in node.name()

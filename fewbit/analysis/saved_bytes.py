@@ -107,17 +107,17 @@ class SavedBytes(Result):
 
     @property
     def parameters(self) -> int:
-        """The bytes of saved parameters, which are not counted in `total`."""
+        """The bytes of saved parameters, which `total` does not have."""
         return self.by_kind().get("parameter", 0)
 
     @property
     def buffers(self) -> int:
-        """The bytes of saved buffers, which are not counted in `total`."""
+        """The bytes of saved buffers, which `total` does not have."""
         return self.by_kind().get("buffer", 0)
 
     @property
     def inputs(self) -> int:
-        """The bytes of the model's own inputs that were saved, which are counted in `total`."""
+        """The bytes of the model's saved inputs, a part of `total`."""
         return self.by_kind().get("input", 0)
 
     def by_module(self, depth: int | None = None) -> dict[str, int]:
@@ -154,7 +154,7 @@ class SavedBytes(Result):
         ]
 
     def to_dict(self) -> dict:
-        """Return all sums and entries as a dict of plain values."""
+        """Return all sums and entries as plain values."""
         return {
             "model": self.model,
             "total": self.total,

@@ -24,12 +24,10 @@ class _Held(Token):
     restore = None
 
     def replace(self, tensors, restore) -> None:
-        """Hold a copy in place of the saved tensor."""
         super().replace(tensors, restore)
         self.tensor, self.restore = None, restore  # type: ignore[assignment]
 
     def restored(self) -> torch.Tensor:
-        """Return the tensor that the backward pass gets."""
         return self.tensor if self.restore is None else self.restore(None)
 
 
@@ -55,7 +53,7 @@ class StepMeter:
         return type(self), ()
 
     def begin(self, model: nn.Module) -> None:
-        """Watch the tensors that autograd saves in this thread, apart from parameters and buffers."""
+        """Watch the tensors that autograd saves in this thread, except parameters and buffers."""
         self.end()
         abandoned = getattr(_running, "meter", None)
         if abandoned is not None:

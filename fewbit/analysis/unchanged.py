@@ -53,7 +53,7 @@ def unchanged(modules: dict[str, nn.Module], inputs) -> Iterator[None]:
 
 
 def _copy(buffer):
-    """Return a copy of a buffer, or None if it has no memory, or another layout, in which no layer writes."""
+    """Return a copy of a buffer, or None if it has no memory, or a layout in which no layer writes."""
     if buffer is None or buffer.is_meta or isinstance(buffer, FakeTensor):
         return None
     return buffer.detach().clone() if buffer.layout == torch.strided else None

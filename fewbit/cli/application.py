@@ -131,13 +131,12 @@ def main():
 
 
 def complain(kind, message=None):
-    """Print `fewbit: kind: message`, or `fewbit: kind`, on one line of standard error."""
+    """Print `fewbit: kind: message`, or `fewbit: kind`, as one line on standard error."""
     text = kind if message is None else f"{kind}: {message}"
     click.echo(f"fewbit: {printable(' '.join(text.split()))}", err=True)
 
 
 def _explain(error):
-    """Print a line about the error that ended a command, if needed. Return the exit code."""
     if isinstance(error, OutputLost):
         return OUTPUT_LOST
     if isinstance(error, click.Abort | KeyboardInterrupt):

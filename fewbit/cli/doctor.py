@@ -106,7 +106,7 @@ def _parts():
 
 
 def _driver() -> tuple[int, int]:
-    """Return the number of GPUs that NVIDIA's driver finds, and the newest version of CUDA that it supports, such as 13000."""
+    """Return the number of GPUs that the driver finds, and the newest CUDA that it supports, such as 13000."""
     count, version = ctypes.c_int(), ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -119,7 +119,6 @@ def _driver() -> tuple[int, int]:
 
 
 def _compilers(has_gpu: bool) -> str:
-    """Return which compilers of fewbit's kernels and of torch.compile are there."""
     command = shlex.split(os.environ.get("CXX") or "c++")[-1]
     found = command if _has_compiler("c++") else "no C++ compiler"
     if not has_gpu:
@@ -128,7 +127,6 @@ def _compilers(has_gpu: bool) -> str:
 
 
 def _gpu(device) -> tuple[str, str]:
-    """Return what is known of a GPU, and what to do without kernels for it."""
     import torch
 
     try:
@@ -144,7 +142,6 @@ def _gpu(device) -> tuple[str, str]:
 
 
 def _kernels(device) -> tuple[str, str]:
-    """Return what computes on a device, and what to do without compiled kernels."""
     import torch
 
     from fewbit.runtime import backends
@@ -173,7 +170,6 @@ def _remedy(device) -> str:
 
 
 def _has_cuda_kernels() -> bool:
-    """Return whether fewbit was built with kernels for some GPUs."""
     try:
         from fewbit import _kernels
     except ImportError:
@@ -182,13 +178,11 @@ def _has_cuda_kernels() -> bool:
 
 
 def _has_compiler(usual: str) -> bool:
-    """Return whether the C++ compiler in CXX, or the usual one, is there."""
     command = shlex.split(os.environ.get("CXX") or usual)
     return shutil.which(command[0]) is not None
 
 
 def _compiles() -> tuple[str, str]:
-    """Return whether `fewbit.compile` works, and what to do if not."""
     import torch
 
     from fewbit.compiler import self_check

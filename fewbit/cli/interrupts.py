@@ -11,7 +11,7 @@ DELAY = 0.1
 
 
 def repeat_lost() -> None:
-    """Raise a KeyboardInterrupt again that Python could only print, because Numba's compiler called Python from C."""
+    """Raise a KeyboardInterrupt again that Python could only print, because Numba's compiler called it from C."""
     others = sys.unraisablehook
 
     def hook(unraisable):

@@ -88,7 +88,6 @@ class Size(click.ParamType):
 
 
 def _unique(ctx, option, pairs):
-    """Return the pairs of `--param` as a dict, or None. Reject repeated names."""
     for index, (name, _) in enumerate(pairs):
         if name in dict(pairs[:index]):
             raise click.BadParameter(f"expected every name once, got {name!r} twice")
@@ -206,7 +205,7 @@ _REQUEST = (
 
 
 def table_options(command):
-    """Add the options that describe a table, with the names of arguments of `fewbit.load_table`."""
+    """Add the options that describe a table, named as arguments of `fewbit.load_table`."""
     for option in reversed(_REQUEST):
         command = option(command)
     return command

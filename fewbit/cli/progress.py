@@ -19,7 +19,7 @@ class Progress:
         self._finished = threading.Event()
 
     def __call__(self, stage, done, total):
-        """Show that `done` of `total` steps of a stage are done."""
+        """Show that `done` of `total` steps are done."""
         self._state = (stage, done, total)
 
     def __enter__(self):
@@ -60,7 +60,6 @@ class _Compilations:
         self._listening = False
 
     def listen(self):
-        """Start counting once numba is imported."""
         event = sys.modules.get("numba.core.event")
         if self._listening or not hasattr(event, "register"):
             return

@@ -65,7 +65,6 @@ def _shipped_tables(name, request, several):
 
 
 def _matching(tables, request):
-    """Return the tables whose attributes equal all given options."""
     request = given(**request)
     if "weight" in request:
         from fewbit.solver.weight import make_weight

@@ -137,7 +137,7 @@ def _fit(
     bits=(4, 2),
     memory=None,
 ):
-    """Return the result of `fewbit.fits`, or with `memory` of `fewbit.fit_`, for a model with synthetic data."""
+    """Return the result of `fewbit.fits`, or with `memory` of `fewbit.fit_`, for synthetic data."""
     if len(names) != 1:
         raise FewbitError(f"{option}: expected one MODEL, got {len(names)}")
     import torch
@@ -242,7 +242,6 @@ def plan(name, batch, batches, size, policies, share, draws, output, force, as_j
 
 
 def _synthetic_workload(name, sizes):
-    """Return (model, batches, loss) for the name of a model."""
     from fewbit.analysis.gradients import CHUNKS, size_of
     from fewbit.models.workload import workload
 
@@ -256,7 +255,6 @@ def _synthetic_workload(name, sizes):
 
 
 def _own_workload(name, sizes):
-    """Return (model, batches, loss) from the user's function."""
     from fewbit.analysis.gradients import CHUNKS, batches_of, size_of
 
     if sizes:
@@ -371,7 +369,6 @@ def demo(steps, seeds, bits, everything, average, is_all, output, force, as_json
 
 
 def _make_directory(path):
-    """Make a directory before the training, or raise FewbitError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:

@@ -70,7 +70,7 @@ class CompiledModel(OptimizedModule):
         return compiled
 
     def __call__(self, *args, **kwargs):
-        """Call the model, of which torch.compile traces `forward` alone."""
+        """Call the model; torch.compile traces only `forward`."""
         call = self.forward if torch.compiler.is_compiling() else super().__call__
         return call(*args, **kwargs)
 
@@ -136,7 +136,7 @@ class CompiledCall:
         return result
 
     def was_traced(self) -> None:
-        """Warn that torch.compile traces the call into the graph of another function, unless fewbit compiles that one."""
+        """Warn that torch.compile traces the call into the graph of a function that fewbit does not compile."""
         if self._compresses and not _running.depth:
             self._tell(
                 "calls",
@@ -346,7 +346,7 @@ def _ends(result) -> list:
 
 
 def _layers(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a tensor, and the tensors that the wrappers of torch.func hide in it, the innermost last."""
+    """Yield a tensor, and those that the wrappers of torch.func hide in it, the innermost last."""
     yield x
     while is_functorch_wrapped_tensor(x):
         yield (x := get_unwrapped(x))

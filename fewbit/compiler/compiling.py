@@ -186,7 +186,6 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _overrides_of(groups: list[list[nn.Module]], overrides) -> list:
-    """Return the overrides for each group of blocks; raise InputError for those that match none."""
     if not isinstance(overrides, Mapping):
         return [overrides] * len(groups)
     paths = [[path for path, _ in blocks[0].named_modules()] for blocks in groups]
@@ -318,7 +317,7 @@ def _warn(message: str, stacklevel: int) -> None:
 
 
 def _of_mode(mode: str | None) -> dict:
-    """Return the options for which a mode of torch.compile stands, because torch takes a mode or options, not both."""
+    """Return the options of a mode, because torch takes a mode or options, not both."""
     return {} if mode is None else torch._inductor.list_mode_options(mode)
 
 

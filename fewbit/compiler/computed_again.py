@@ -34,7 +34,7 @@ Settings = Callable[[Root], ResolvedSettings | None]
 
 
 def compute_again(joint: JointGraph, settings_of: Settings) -> None:
-    """Replace roots of a graph by tensors from which they are computed, if these have fewer elements together."""
+    """Replace roots by tensors from which they are computed, if these have fewer elements together."""
     for group in _groups(joint, settings_of):
         _replace(joint, group)
     place = {node: number for number, node in enumerate(joint.graph.nodes)}
@@ -106,7 +106,7 @@ def _without_constants(joint: JointGraph, node, start: fx.Node) -> fx.Node | Non
 
 
 def _leaf(joint: JointGraph, node: fx.Node) -> fx.Node | None:
-    """Return the tensor of the forward pass of which a node is an elementwise function."""
+    """Return the forward tensor of which a node is an elementwise function."""
     _, leaves = joint.part([node], lambda x: _is_elementwise(joint, x))
     if len(leaves) != 1:
         return None
@@ -115,7 +115,7 @@ def _leaf(joint: JointGraph, node: fx.Node) -> fx.Node | None:
 
 
 def _is_elementwise(joint: JointGraph, node: fx.Node) -> bool:
-    """Return whether each element of a node is a function of one element of each input that is no constant number."""
+    """Return whether each element of a node is a function of one element of each input that is no number."""
     if node.op != "call_function" or node in joint.changed:
         return False
     inputs = node.all_input_nodes

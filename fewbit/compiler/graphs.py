@@ -18,7 +18,7 @@ _RECOMPUTED = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
-    """Return the nodes of a joint graph that depend on tangents, the gradients of results, in order."""
+    """Return the nodes that depend on tangents, the gradients of results, in order."""
     found = {}
     for node in graph.nodes:
         is_tangent = node.op == "placeholder" and "tangents" in node.target
@@ -31,7 +31,7 @@ def backward_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
 def insert(
     graph: fx.Graph, mode, target, args, kwargs=None, like: fx.Node | None = None
 ) -> fx.Node:
-    """Insert a call at the graph's insertion point, and compute its fake result. For the node `like`, the call works."""
+    """Insert a call at the graph's insertion point, as work for the node `like`, and compute its fake result."""
     node = graph.call_function(target, tuple(args), kwargs or {})
     values = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     with mode:
@@ -73,13 +73,13 @@ def modules_of(node: fx.Node) -> set[str]:
 
 
 def module_of(node: fx.Node) -> str:
-    """Return the dotted path of the module in whose code a node was traced, "" if it is not known."""
+    """Return the dotted path of the module in whose code a node was traced, or ""."""
     stack = _stack_of(node)
     return _plain([*stack.values()][-1][0]) if stack else ""
 
 
 def has_module(node: fx.Node) -> bool:
-    """Return whether it is known in which module's code a node was traced, unlike sums of gradients."""
+    """Return whether the module in whose code a node was traced is known, unlike those of sums of gradients."""
     return bool(_stack_of(node))
 
 
@@ -89,7 +89,7 @@ def _stack_of(node: fx.Node) -> dict | None:
 
 
 def _plain(path: str) -> str:
-    """Return a module's dotted path for the expression by which Dynamo reached it, such as L['self'].blocks[0].fc."""
+    """Return a module's dotted path for Dynamo's expression, such as L['self'].blocks[0].fc."""
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)

@@ -52,12 +52,12 @@ class Root:
 
     @property
     def is_attention(self) -> bool:
-        """True if it is a query, key or value of an attention, or a result of softmax in a batched product."""
+        """True for a query, key or value of an attention, or a result of softmax in a batched product."""
         return any(role == "attention" for role, _ in self.roles)
 
     @property
     def codes(self) -> int | None:
-        """The number of values of a mask or an index; None for other tensors."""
+        """The number of values of a mask or an index, or None."""
         return uses.codes_of(self.node)
 
 
@@ -127,7 +127,7 @@ class JointGraph:
                 root.roles.add(("norms", 0))
 
     def source_of(self, node: fx.Node) -> fx.Node | None:
-        """Return the only input that a view or an affine function has besides constants and masks; a mask if it has only these."""
+        """Return the only input, besides constants and masks, of a view or an affine function; a mask if it has only these."""
         if node.op != "call_function" or node.target not in uses.AFFINE | uses.OF_OFFSETS:
             return None
         if any(x in self.changed for x in node.all_input_nodes):
@@ -156,7 +156,7 @@ class JointGraph:
         return sum(map(size_in_bytes, leaves))
 
     def part(self, nodes, is_inner) -> tuple[set[fx.Node], set[fx.Node]]:
-        """Return the varying nodes with `is_inner` by which some nodes are computed, and those from which these are computed."""
+        """Return the varying nodes with `is_inner` by which nodes are computed, and those from which these are computed."""
         inner, leaves, todo = set(), set(), [*nodes]
         while todo:
             node = todo.pop()
@@ -315,7 +315,7 @@ class JointGraph:
 
 
 def _changed(graph: fx.Graph) -> set[fx.Node]:
-    """Return the inputs that the model changes in place, by copy_ or in aot_eager by results, and the nodes that depend on them."""
+    """Return the inputs that the model changes in place, by copy_ or in aot_eager by results, and what depends on them."""
     inputs = graph.find_nodes(op="placeholder")
     results = graph.output_node().meta.get("desc") or ()
     returned = [x.mutated_input for x in results if hasattr(x, "mutated_input")]
@@ -334,7 +334,7 @@ def _is_pointwise(node) -> bool:
 
 
 def _is_reduced(node) -> bool:
-    """Return whether a node is a statistic, such as a mean, of many elements, and multiplies them."""
+    """Return whether a node multiplies many elements by a statistic of them, such as a mean."""
     producer, value = (
         node.args[0] if node.target is operator.getitem else node,
         node.meta.get("val"),
@@ -402,7 +402,7 @@ def _is_small(node) -> bool:
 
 
 def is_probability(node) -> bool:
-    """Return whether the node is the exponential of a tensor, perhaps divided by its sum, scaled, cast or viewed."""
+    """Return whether the node is an exponential, perhaps divided by its sum, scaled, cast or viewed."""
     while node.target in uses.AFFINE | uses.DIVISIONS and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node.target in (torch.ops.aten.exp.default, torch.ops.aten._softmax.default)

@@ -70,7 +70,7 @@ class _Merger:
                     self.users.setdefault(self.sources[x], set()).add(node)
 
     def groups(self) -> Iterable[list[fx.Node]]:
-        """Return lists of the nodes that are multiples of the same gradient with a factor."""
+        """Return lists of nodes that are multiples of the same gradient with a factor."""
         groups: dict[fx.Node, list[fx.Node]] = {}
         for node in self.backward:
             multiple = self._multiple_of(node)
@@ -213,7 +213,7 @@ class _Merger:
         return insert(self.graph, like.meta["val"].fake_mode, target, args, like=like)
 
     def _insert_factor(self, target: Callable, args, like) -> fx.Node:
-        """Insert a part of a factor, in float32 if it is float16, because it may be large where t is small."""
+        """Insert a part of a factor, in float32 in place of float16, because it may be large where t is small."""
         args = [
             self._cast(x, wide(x.meta["val"].dtype), like) if isinstance(x, fx.Node) else x
             for x in args
@@ -239,7 +239,7 @@ def _scaled(multiple: Multiple, other: float, is_first: bool, is_quotient: bool)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which to compute factors of gradients: float32 in place of float16, whose range is small."""
+    """Return the dtype for factors of gradients: float32 in place of float16, whose range is small."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 

@@ -86,7 +86,7 @@ class Partitioner(CustomPartitionerFn):
 
     @property
     def report(self) -> CompileReport:
-        """The tensors that the compiled graphs save; none before they run, or if their code comes from torch's cache on disk."""
+        """The tensors that the graphs save; none before they run, or if torch's cache on disk has their code."""
         return CompileReport(tuple(self._rows), self._graphs)
 
     @property
@@ -106,7 +106,7 @@ class Partitioner(CustomPartitionerFn):
         return f"Partitioner({self.settings.bits} bits, {self._graphs} graphs compiled)"
 
     def _settings_of(self, root: Root) -> ResolvedSettings | None:
-        """Return the settings for a tensor: of the modules that use it, those with the most bits."""
+        """Return the settings of the module that gives the tensor the most bits."""
         unknown = sorted(root.modules - self.paths) if self.own and self.paths else ()
         if unknown:
             warnings.warn(

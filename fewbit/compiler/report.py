@@ -69,7 +69,6 @@ class CompileReport(Result):
         return [row._asdict() for row in self.rows]
 
     def view(self) -> View:
-        """Return a table of the tensors, largest first, those of like modules together."""
         if not self.rows:
             why = [
                 "The model has not run yet, or torch found its compiled code in the cache on disk, or torch.compile could "

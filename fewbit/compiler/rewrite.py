@@ -218,7 +218,7 @@ class Rewriter:
     # -- The backward part ---------------------------------------------------------------------------------------
 
     def _restore_inputs(self, user: fx.Node) -> None:
-        """Replace the inputs of a backward node that are restored from copies, and those that it does not read."""
+        """Replace the inputs of a backward node that copies restore, and those that it does not read."""
         with self.graph.inserting_before(user):
             inputs = [x for x in user.all_input_nodes if self._may_be_restored(x)]
             forward = uses.attention_of(user)
@@ -240,7 +240,6 @@ class Rewriter:
         return self._restored[node]
 
     def _cast_again(self, node) -> fx.Node:
-        """Return a cast parameter, cast again in the backward pass."""
         if node in self.joint.parameters:
             # torch merges nodes that compute the same. The alias makes this cast another one than that of the forward.
             return self._call(aten.alias.default, (node,), tag=True)
@@ -248,7 +247,6 @@ class Rewriter:
         return self._computed_again(node, {source: self._cast_again(source)})
 
     def _drawn_again(self, node) -> fx.Node:
-        """Return a function of random numbers, drawn again from their seed."""
         if node.target not in uses.RANDOM:
             return self._computed_again(node, {x: self._restore(x) for x in node.all_input_nodes})
         seed = uses.argument(node, "seed")
@@ -287,7 +285,7 @@ class Rewriter:
         return again
 
     def _attention_again(self, forward: fx.Node, user: fx.Node) -> dict[fx.Node, fx.Node]:
-        """Compute attention again from restored queries, keys and values. Return {result of the forward: the new one}."""
+        """Compute attention again from restored inputs. Return {result of the forward: the new one}."""
         inputs = {x: self._restore(x) for x in forward.all_input_nodes}
         results = [uses.argument(user, name) for name in uses.RESULTS]
         if all(x is other for x, other in inputs.items()):
@@ -334,7 +332,7 @@ def bits_of(root: Root, settings: ResolvedSettings | None) -> int:
 
 
 def kind_of(root: Root, settings: ResolvedSettings) -> str:
-    """Return the kind of a tensor's copy: uniform for derivatives and results of softmax (docs/decisions/0016)."""
+    """Return the kind of a copy: uniform for derivatives and results of softmax (docs/decisions/0016)."""
     usual = UNIFORM if root.is_derivative or root.is_probability else ROTATED
     return settings.quantizer or usual_kind(usual, settings.group_size)
 

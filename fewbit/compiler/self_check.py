@@ -57,7 +57,6 @@ def _answer() -> str | None:
 
 
 def _of_process() -> str | None:
-    """Run the check in another process; return None if none could be started."""
     code = f"from {__name__} import run; print(); print(run())"
     # A GPU would have to be initialized, and takes no part.
     changes = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}

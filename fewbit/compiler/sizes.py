@@ -34,7 +34,7 @@ def hints(sizes) -> list[int]:
 
 
 def count(value: torch.Tensor) -> int:
-    """Return the number of elements of a tensor, by the hints of its sizes."""
+    """Return the number of elements of a tensor, by hints."""
     return math.prod(hints(value.shape))
 
 
@@ -54,11 +54,11 @@ class SizeNodes:
         self._made: dict = {}
 
     def knows(self, value: torch.Tensor) -> bool:
-        """Return whether the sizes of a tensor follow from those of the inputs, as those of `torch.nonzero` do not."""
+        """Return whether a tensor's sizes follow from those of the inputs, unlike those of `torch.nonzero`."""
         return not free_unbacked_symbols(value) and free_symbols(value) <= self._symbols.keys()
 
     def of(self, size: int | torch.SymInt) -> int | fx.Node:
-        """Return a size, or a node at the beginning of the graph that computes a size that varies."""
+        """Return a size, or a node at the graph's beginning that computes a size that varies."""
         if isinstance(size, int) or size.node.expr.is_number:
             return int(size)
         formula = size.node.expr

@@ -115,13 +115,13 @@ RESULTS = "out", "logsumexp"
 
 
 def argument(node: fx.Node, name: str):
-    """Return the argument that has this name in the schema of the node's op, None if it is not given."""
+    """Return the argument of this name in the schema of the node's op, or None."""
     names = [declared.name for declared in node.target._schema.arguments]
     return dict(zip(names, node.args)).get(name, node.kwargs.get(name))  # noqa: B905 - defaults may be left out
 
 
 def attention_of(node: fx.Node) -> fx.Node | None:
-    """Return the forward node of an attention's backward node, if fewbit can compute it again, which it cannot with dropout."""
+    """Return the forward node of an attention's backward node, unless it has dropout and so cannot be computed again."""
     if node.target not in ATTENTIONS or argument(node, "dropout_p"):
         return None
     out, sums = (unaliased(argument(node, name)) for name in RESULTS)
@@ -153,7 +153,7 @@ def codes_of(node: fx.Node) -> int | None:
 
 
 def unaliased(node: fx.Node) -> fx.Node:
-    """Return the node of which a node is an alias, else the node itself."""
+    """Return the node of which a node is an alias, else the node."""
     while node.target in (aten.alias.default, aten.detach.default):
         node = node.args[0]
     return node

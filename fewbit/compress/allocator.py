@@ -135,7 +135,7 @@ def _state() -> AllocatorReport:
 
 
 def _set(setting: str) -> None:
-    """Add an allocator setting to those in force. All are passed, because PyTorch resets those that a call omits."""
+    """Add an allocator setting to those in force, all of which are passed: PyTorch resets those that a call omits."""
     settings = torch.cuda.memory._snapshot()["allocator_settings"]
     before = next((settings[name] for name in VARIABLES if settings.get(name)), "")
     setting = f"{before},{setting}" if before else setting

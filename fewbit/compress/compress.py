@@ -147,7 +147,7 @@ def _refuse(unknown: Mapping) -> None:
 def _without_level(
     config: BitConfig, offload: HostOffload | Mapping | None
 ) -> tuple[BitConfig | None, HostOffload | None]:
-    """Return the configuration and the offload for which a `Level` stands; return others unchanged."""
+    """Return the configuration and the offload for which a `Level` stands, or the given ones."""
     if isinstance(offload, Mapping):
         offload = HostOffload.from_dict(offload)
     if offload is not None and not isinstance(offload, HostOffload):
@@ -168,7 +168,6 @@ def _settings(given: BitConfig, config: BitConfig, layers) -> ResolvedSettings:
 
 
 def _check(config: BitConfig, model, sample) -> None:
-    """Raise InputError if a package, training mode or a sample is missing."""
     if isinstance(config, ErrorBound):
         check_codec(config.codec)
     if isinstance(config, Budget):
@@ -230,7 +229,6 @@ def _settings_within(
 
 
 def _offloaded(context: ForwardContext, offload: HostOffload | None) -> AllocatorReport | None:
-    """Make forward passes offload saved tensors. Return the allocator's report, or None."""
     if offload is None:
         return None
     context.contexts += (Offload(),)
@@ -238,7 +236,6 @@ def _offloaded(context: ForwardContext, offload: HostOffload | None) -> Allocato
 
 
 def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...]:
-    """Return the lines of the report that concern the whole model."""
     how = config.describe()
     notes = [f"{given!r}: {how}" if how else f"{given!r}"]
     if settings.fuses_norms:
@@ -279,7 +276,6 @@ def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...
 
 
 def _report(report: Report, notes, model, settings, sample, before) -> Report:
-    """Add notes, bits of functions, saved bytes and shared tensors to the report."""
     changes, saved = {"notes": notes}, None
     if settings.functional:
         own = settings.make_activation_quantizer(None)  # None if activations save codes

@@ -69,7 +69,7 @@ class Controller:
 
     @property
     def average_bits(self) -> float | None:
-        """The average bits per element of quantized tensors, as chosen last; None if nothing is quantized (level L0)."""
+        """The latest average bits per element of quantized tensors; None if nothing is quantized (level L0)."""
         if isinstance(self.config, Level) and self.config.config is None:
             return None
         chosen = self.allocation.bits or self.bounds.bits
@@ -119,7 +119,7 @@ class Controller:
 
     @property
     def offload(self) -> Offload | None:
-        """The counts of the bytes that were moved to the host and back; None unless HostOffload is used."""
+        """The counts of bytes moved to the host and back; None without HostOffload."""
         return next(
             (context for context in self.context.contexts if isinstance(context, Offload)), None
         )

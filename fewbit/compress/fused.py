@@ -16,7 +16,7 @@ FOLLOWING = (*LINEAR.values(), Conv1D, ReLU, LeakyReLU)
 
 
 def note(model: nn.Module) -> str:
-    """Return the line of the report with the number of norms that save their input in fixed point."""
+    """Return the report's line with the number of norms that save their input in fixed point."""
     norms = _norms(model)
     if not norms:
         return (
@@ -46,7 +46,6 @@ def shared(model: nn.Module, rows, saved: SavedBytes | None = None) -> tuple[Con
 
 
 def _norms(model) -> set[str]:
-    """Return the paths of norms that save fixed-point tensors."""
     return {
         path
         for path, module in model.named_modules()

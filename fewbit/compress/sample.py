@@ -19,7 +19,7 @@ from fewbit.text import one_line
 
 
 def check_sample(sample) -> None:
-    """Raise InputError if the sample is not a tensor, a tuple, a mapping or None."""
+    """Raise InputError unless the sample is a tensor, a tuple, a mapping or None."""
     if sample is not None and not isinstance(sample, tuple | Mapping | torch.Tensor):
         raise InputError(
             "sample: expected a tensor, a tuple of positional inputs or a mapping of keyword inputs, "
@@ -28,7 +28,7 @@ def check_sample(sample) -> None:
 
 
 def saved_for(model: nn.Module, sample) -> SavedBytes:
-    """Return the bytes that a forward pass of the sample saves, as `fewbit.saved_bytes` counts them."""
+    """Return what a forward pass of the sample saves, as `fewbit.saved_bytes` counts."""
     # If the sample is a slice of a larger tensor, `saved_bytes` would count the whole larger tensor.
     sample = tree_map(alone, sample)
     inputs = (sample,) if isinstance(sample, torch.Tensor) else sample
@@ -38,7 +38,7 @@ def saved_for(model: nn.Module, sample) -> SavedBytes:
 
 
 def try_sample(model: nn.Module, sample) -> None:
-    """Run a forward pass of the sample. Raise InputError if the pass raises an error."""
+    """Run a forward pass of the sample. Raise InputError if it raises an error."""
     try:
         saved_for(model, sample)
     except (FewbitError, MemoryError, torch.OutOfMemoryError):
@@ -51,7 +51,7 @@ def try_sample(model: nn.Module, sample) -> None:
 
 
 def bytes_by_op(saved: SavedBytes) -> dict[str, int]:
-    """Return {name of an autograd node: bytes that nodes of this name save}, without parameters and buffers."""
+    """Return {name of an autograd node: bytes that such nodes save}, without parameters and buffers."""
     sums = {}
     for entry in saved.kept:
         name = entry.node or "unknown"

@@ -62,7 +62,7 @@ class BitConfig(Config):
     fuses_norms: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options):
-        """Register the class for `from_dict`. Raise InputError if another class has its kind."""
+        """Register the class for `from_dict`, unless another class has its kind."""
         super().__init_subclass__(**options)
         if "kind" not in vars(cls):
             return
@@ -89,7 +89,7 @@ class BitConfig(Config):
         return bits if bits > DEFAULT_BITS else ACTIVATION_BITS
 
     def describe(self) -> str:
-        """Return the text with which the report says how bits are chosen, or "" if the repr does."""
+        """Return how bits are chosen, for the report, or "" if the repr says so."""
         return ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -323,12 +323,10 @@ class Level(BitConfig):
 
     @property
     def has_policy(self) -> bool:
-        """The value of the configuration; that of exact training at L0."""
         return self.config is not None and self.config.has_policy
 
     @property
     def adapts(self) -> bool:
-        """The value of the configuration; that of exact training at L0."""
         return self.config is not None and self.config.adapts
 
     @property
@@ -343,7 +341,6 @@ class Level(BitConfig):
 
     @property
     def initial_bits(self) -> float:
-        """The value of the configuration; that of exact training at L0."""
         return DEFAULT_BITS if self.config is None else self.config.initial_bits
 
     def describe(self) -> str:
@@ -387,7 +384,7 @@ def _every(interval: int) -> str:
 
 
 def _byte_count(size) -> int:
-    """Return a number, or a text such as "6 GiB", as bytes. Raise InputError otherwise."""
+    """Return a number, or a text such as "6 GiB", as bytes."""
     if isinstance(size, str):
         text = f"{size} B" if size.strip().isdecimal() else size
         try:

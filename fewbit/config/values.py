@@ -29,7 +29,7 @@ QUANTIZERS = (ROTATED, UNIFORM)
 
 
 def plain_number(value):
-    """Return a real number of any type as an int if it is whole, else as a float, and any other value unchanged."""
+    """Return a real number as an int if it is whole, else as a float, and any other value unchanged."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     try:
@@ -75,7 +75,7 @@ def check_rotated_size(kind, group_size) -> None:
 
 
 def usual_kind(usual: str, group_size: int) -> str:
-    """Return the kind of a tensor's copies by default: `usual` (docs/decisions/0016), or "uniform" if groups are too large."""
+    """Return the default kind of copies: `usual` (docs/decisions/0016), or "uniform" if groups are too large."""
     return usual if group_size <= LARGEST_ROTATED_GROUP else UNIFORM
 
 

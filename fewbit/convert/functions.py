@@ -223,13 +223,12 @@ class FunctionQuantizers:
             return theirs()
 
     def _quantizer_of(self, function: str, is_attention: bool) -> Quantizer:
-        """Return the settings of a function."""
         if function in _NORMS:
             return self.norm_quantizer
         return self.attention_quantizer if is_attention else self.quantizer
 
     def _own(self, path: str, function: str, quantizer: Quantizer) -> Quantizer:
-        """Return a quantizer with these settings for a function in the module at `path`, whose calls all share it."""
+        """Return the quantizer that all calls of a function in the module at `path` share."""
         if quantizer.context is None:
             return quantizer
         call = path, function
@@ -239,7 +238,7 @@ class FunctionQuantizers:
 
 
 def name_of_call(path: str, function: str) -> str:
-    """Return "<path>:<function>", the name under which reports list a function that the module at `path` calls."""
+    """Return "<path>:<function>", which stands in reports for a function that the module at `path` calls."""
     return f"{path}:{function}"
 
 
@@ -309,7 +308,7 @@ def _has_large(args) -> bool:
 
 
 def _tensors_first(ours, args, kwargs) -> tuple[tuple, dict]:
-    """Return the arguments of a call with the tensors that were passed by name moved to their positions."""
+    """Return the arguments of a call, with tensors that were passed by name at their positions."""
     for name in _positional(ours)[len(args) :]:
         if name not in kwargs or not isinstance(kwargs[name], torch.Tensor):
             break
@@ -319,7 +318,7 @@ def _tensors_first(ours, args, kwargs) -> tuple[tuple, dict]:
 
 @cache
 def _names(ours, given: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return the names that the function has for these names of torch's arguments; None if it lacks one of them."""
+    """Return the function's names for these names of torch's arguments; None if it lacks one of them."""
     names = tuple(_NAMES.get(name, name) for name in given)
     return names if set(names) <= set(signature(ours).parameters) - {"out"} else None
 

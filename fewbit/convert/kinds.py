@@ -207,7 +207,7 @@ def _why_not(module: nn.Module, is_exact: bool, functional: bool) -> str | None:
 
 
 def replaced(module: nn.Module) -> str | None:
-    """Return which code of a module's forward is monkey-patched, its own or that of a function, as a text; or None."""
+    """Return which code of a module's forward is monkey-patched, its own or a function's, as a text; or None."""
     cls = class_of(module)
     ours = methods_of_liger(module)
     for name, value in vars(module).items():
@@ -231,7 +231,7 @@ def replaced(module: nn.Module) -> str | None:
 
 
 def methods_of_liger(module: nn.Module) -> dict[str, object]:
-    """Return {name: method} of the methods that Liger has set on the instance, which compute the same as the class's."""
+    """Return {name: method} that Liger has set on the instance, and that compute the same as the class's."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -240,7 +240,7 @@ def methods_of_liger(module: nn.Module) -> dict[str, object]:
 
 
 def _is_torchs(name: str) -> bool:
-    """Return whether the function `name` in torch.nn.functional is torch's own, or does not exist."""
+    """Return whether torch.nn.functional has torch's own function `name`, or none."""
     function = vars(F).get(name)
     if function is not _IN_FUNCTIONAL.get(name):
         return False
@@ -252,7 +252,7 @@ def _is_torchs(name: str) -> bool:
 
 
 def _is_of(code, module) -> bool:
-    """Return whether a code object comes from the file of a Python module; True if the module has no file."""
+    """Return whether a code object comes from the file of a Python module, if that has one."""
     file = getattr(module, "__file__", None)
     return file is None or code.co_filename == file
 
@@ -275,7 +275,7 @@ def is_fewbit(module: nn.Module) -> bool:
 
 
 def name_of(cls: type) -> str:
-    """Return the public name of one of fewbit's classes, such as "fewbit.nn.Linear", else "fewbit's"."""
+    """Return the public name of a class of fewbit, such as "fewbit.nn.Linear", else "fewbit's"."""
     if is_activation(cls):
         return f"fewbit.{cls.__name__}"
     return f"fewbit.nn.{cls.__name__}" if hasattr(few, cls.__name__) else "fewbit's"

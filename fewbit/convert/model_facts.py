@@ -46,7 +46,7 @@ def facts_of(
     budget: int | None = None,
     elements: Mapping[tuple[str, int], int] | None = None,
 ) -> ModelFacts:
-    """Return the facts about a converted model. The arguments are as in `ModelFacts`."""
+    """Return the facts about a converted model, with arguments as in `ModelFacts`."""
     chosen, given = _activations(selected)
     return ModelFacts(_names(model), _channels(model), chosen, given, average, budget, elements)
 
@@ -71,7 +71,6 @@ def _channels(model: nn.Module) -> dict[str, int]:
 
 
 def _activations(selected: list[Selected]) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return `chosen_activations` and `given_activations` of `ModelFacts`."""
     chosen, given = [], {}
     for path, module, attribute, settings in selected:
         if settings is None:

@@ -98,7 +98,6 @@ class Report(Result):
         return [row._asdict() for row in self.converted]
 
     def view(self) -> View:
-        """Return a `View` with tables of modules and, if they are known, bytes."""
         count, parent = len(self.converted), _common_parent([row.path for row in self.converted])
         title = f"{counted(count, 'module')} converted" if count else "no module converted"
         if parent:
@@ -197,7 +196,7 @@ def _grouped(rows: Iterable[tuple[str, tuple]]) -> dict[tuple, int]:
 
 
 def _merged(rows: dict[tuple, int]) -> list[tuple[tuple, int]]:
-    """Merge rows of `_grouped` with the same last name and the same cells, such as *.q_proj.base_layer and *.k_proj.base_layer."""
+    """Merge rows of `_grouped` with the same last name and cells, such as *.q_proj.base_layer and *.k_proj.base_layer."""
     groups: dict[tuple, list] = {}
     for (path, *cells), count in rows.items():
         names = path.split(".")

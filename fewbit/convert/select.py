@@ -61,7 +61,7 @@ class Selected(NamedTuple):
 
 
 def settings_by_module(selected: Iterable[Selected]) -> dict[int, ResolvedSettings | None]:
-    """Return {id(module): settings of the module, or None if the module must not be converted}."""
+    """Return {id(module): its settings, or None if it must not be converted}."""
     return {id(one.module): one.settings for one in selected if one.attribute is None}
 
 
@@ -107,13 +107,13 @@ def _matches(found: list[_Place], which: Filter, name: str) -> list[bool]:
 
 
 def is_within(path: str, glob: str) -> bool:
-    """Return whether the glob matches the path, or the path of a module around it."""
+    """Return whether the glob matches the path of a module or of one around it."""
     parts = path.split(".")
     return any(fnmatchcase(".".join(parts[:n]), glob) for n in range(len(parts) + 1))
 
 
 def _overridden(found, settings, overrides) -> Iterator[ResolvedSettings | None]:
-    """Yield the settings of each entry of `found`; None if an override says that the entry must not be converted."""
+    """Yield the settings of each entry of `found`; None if an override says that it must not be converted."""
     if not isinstance(overrides, Mapping):
         raise InputError(f"overrides: expected a mapping of globs to settings, got {overrides!r}")
     result = [settings] * len(found)

@@ -93,7 +93,7 @@ class ResolvedSettings:
         return mean_bits(self._special(self.attention_bits, EXTRA_BITS_OF_ATTENTION, None, ""))
 
     def changed(self, change: LayerSettings) -> ResolvedSettings:
-        """Return these settings with the values that `change` gives. Raise InputError if they contradict each other."""
+        """Return these settings with those that `change` gives. Raise InputError if they contradict each other."""
         given = {each.name: getattr(change, each.name) for each in fields(change)}
         given = {name: value for name, value in given.items() if value is not None}
         # A policy does not change bits that the user gives.
@@ -114,7 +114,7 @@ class ResolvedSettings:
         return changed.checked()
 
     def checked(self) -> ResolvedSettings:
-        """Return the settings. Raise InputError if a value is invalid or contradicts another value."""
+        """Return the settings. Raise InputError if a value is invalid or contradicts another."""
         for name in ("bits", "attention_bits", "gate_bits"):
             value = getattr(self, name)
             if isinstance(value, float) and not self.has_policy:

@@ -162,7 +162,7 @@ def is_converted(module: nn.Module) -> bool:
 
 
 def name_of_attention(path: str) -> str:
-    """Return "<path>:attention", the name of q, k and v of the module at `path` in reports."""
+    """Return "<path>:attention", which stands in reports for q, k and v of the module at `path`."""
     return f"{path}:attention"
 
 
@@ -179,7 +179,7 @@ def may_call(module: nn.Module) -> bool:
 def _convert(
     selected: Selected, context: ForwardContext, whole: bool
 ) -> ConvertedModule | SkippedModule | None:
-    """Convert a module, an activation only unless `whole`. Return its row of the report, if there is one."""
+    """Convert a module, an activation only unless `whole`. Return its row of the report, if any."""
     path, module, attribute, settings = selected
     if attribute is None and kinds.is_fewbit(module):
         return _convert_again(selected, context, whole)
@@ -228,7 +228,7 @@ def _row(path: str, before: str, module: nn.Module, bits: float | None) -> Conve
 
 
 def as_now(report: Report, model: nn.Module) -> Report:
-    """Return the report with the modules that are frozen, or in evaluation mode while others train, as they are now."""
+    """Return the report with the modules that are now frozen, or in evaluation mode while others train."""
     modules, rows = dict(model.named_modules()), []
     trains = any(module.training for module in modules.values())
     for row in report.converted:
@@ -254,7 +254,6 @@ def _change_class(module: nn.Module, kind) -> None:
 def _convert_again(
     selected: Selected, context: ForwardContext, whole: bool
 ) -> ConvertedModule | SkippedModule | None:
-    """Apply settings to a module that has a class of fewbit already. Return its row of the report."""
     path, module, _, settings = selected
     if isinstance(module, Quantized):
         if not whole:
@@ -272,14 +271,12 @@ def _convert_again(
 
 
 def _configured_attributes(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the attributes that `_configure` sets in modules of a class."""
     if issubclass(cls, Quantized):
         return "quantizer", "copies", "attention_quantizer"
     return ("bits", "table", "quantizer") if kinds.is_activation(cls) else ()
 
 
 def _configure(path, module, settings, context) -> float | None:
-    """Set the quantizer or the bits of a module of fewbit. Return its bits, or None."""
     if isinstance(module, Quantized):
         make = settings.make_quantizer
         if isinstance(module, GatedUnit):
@@ -331,7 +328,6 @@ def _class_before(path: str, module: nn.Module, original: Original) -> type[nn.M
 def _convert_attention(
     model: nn.Module, selected: Iterable[Selected], context: ForwardContext
 ) -> list[ConvertedModule | SkippedModule]:
-    """Convert attention in models of transformers, which a function computes."""
     own = settings_by_module(selected)
 
     def quantizer(path, module):
@@ -386,7 +382,7 @@ def _graph_compressor(settings: ResolvedSettings, selected) -> GraphCompressor |
 
 
 def _switch_functions(model, settings, selected: list[Selected], context: ForwardContext) -> None:
-    """Add hooks to modules whose settings differ from the model's, for the functions that these modules call."""
+    """Add hooks to modules whose functions have settings other than the model's."""
     own = settings_by_module(selected)
     if all(module_settings is settings for module_settings in own.values()):
         return
@@ -407,7 +403,6 @@ def _switch_functions(model, settings, selected: list[Selected], context: Forwar
 
 
 def _is_scripted(module: nn.Module) -> bool:
-    """Return whether the module is a ScriptModule, which takes no hooks."""
     return isinstance(module, torch.jit.ScriptModule)
 
 

@@ -153,7 +153,7 @@ def _register() -> None:
 
 
 def _enables_gqa(theirs, *arguments) -> bool:
-    """Return whether torch repeats the heads of key and value, and not transformers, as its older versions do."""
+    """Return whether torch repeats the heads of key and value, and not transformers, as older versions do."""
     try:
         return theirs.use_gqa_in_sdpa(*arguments)
     except (AttributeError, TypeError):

@@ -66,7 +66,7 @@ _NAMES = {
 
 
 def _activation(act) -> tuple[str | None, Callable | None]:
-    """Return the arguments `activation` and `function` of `fewbit.functional.products.gated` for a module."""
+    """Return `activation` and `function` of `fewbit.functional.products.gated` for a module."""
     if isinstance(act, nn.Module) and _has_hooks(act):
         return None, None
     if isinstance(act, nn.SiLU):

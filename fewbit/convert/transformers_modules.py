@@ -26,7 +26,7 @@ __all__ = ["adapted", "becomes", "is_adapted", "misfit_of", "original"]
 
 
 def becomes(module: nn.Module) -> type[nn.Module] | None:
-    """Return the adapted class for a Conv1D, root-mean-square norm or gated unit of transformers or Liger; None for others."""
+    """Return the adapted class for a Conv1D, root-mean-square norm or gated unit of transformers or Liger, or None."""
     cls = class_of(module)
     return None if _adapter(cls) is None or misfit_of(module) else adapted(cls)
 
@@ -76,7 +76,6 @@ def _blank(cls: type[nn.Module]) -> nn.Module:
 
 @cache
 def _adapter(cls: type[nn.Module]) -> type[Quantized] | None:
-    """Return the mixin that has the new forward for a class of transformers, or None."""
     if cls.__module__ == "transformers.pytorch_utils" and cls.__name__ == "Conv1D":
         return Conv1D
     if not cls.__module__.startswith(("transformers.models.", "liger_kernel.transformers.")):

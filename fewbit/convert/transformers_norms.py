@@ -100,7 +100,7 @@ def forward(self, x):
 
     @staticmethod
     def misfit_of(module) -> str | None:
-        """Return why a module cannot be converted; None if it can."""
+        """Return why a module cannot be converted, or None."""
         mode, offset = module.casting_mode, module.offset
         if mode == "gemma" or (mode == "llama" and offset == 0):
             return None
@@ -162,18 +162,18 @@ class _TransformersRMSNorm(SavingFunction):
 
     @staticmethod
     def gradient_errors(ctx, kept, grad, results, errors):
-        """Return the errors of the gradients of weight and input (docs/concepts/theory/ac_gc.md, section 6)."""
+        """Return the errors in docs/concepts/theory/ac_gc.md, section 6."""
         of_norm = scale_of(kept.tensor("weight"), ctx.offset), 1, 1
         return gradient_errors.of_rows(ctx, kept, grad, errors, *of_norm)
 
 
 def scale_of(weight, offset):
-    """Return weight + offset, or None if there is no weight."""
+    """Return weight + offset; None without a weight."""
     return weight if weight is None or not offset else offset + weight.float()
 
 
 def _normalized(x, eps):
-    """Return x divided by its root mean square, and the reciprocal of the root mean square, both in float32."""
+    """Return x divided by its root mean square, and the reciprocal of that, both in float32."""
     x = x.to(torch.float32)
     rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return x * rstd, rstd

@@ -10,7 +10,7 @@ from torch import nn
 
 
 def source_of(cls: type[nn.Module]) -> str | None:
-    """Return the canonical source of a class's `_norm`, if it has one, and `forward`; None if Python cannot find it."""
+    """Return the canonical source of a class's `forward`, and `_norm` if it has one; None if Python cannot find it."""
     try:
         methods = [cls.forward, *([cls._norm] if hasattr(cls, "_norm") else [])]
         sources = [textwrap.dedent(inspect.getsource(method)) for method in methods]
@@ -20,7 +20,7 @@ def source_of(cls: type[nn.Module]) -> str | None:
 
 
 def canonical(source: str) -> str:
-    """Return the source of functions without docstrings, annotations and the names of variables, which are numbered."""
+    """Return the source of functions without docstrings and annotations, and with numbers as names of variables."""
     functions = []
     for function in ast.parse(source).body:
         names = {}

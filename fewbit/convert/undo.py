@@ -44,7 +44,6 @@ class _Before:
                 self._configs.append((config, config._attn_implementation_internal))
 
     def put_back(self) -> None:
-        """Restore the whole snapshot. A second call does nothing."""
         for module, (cls, made, bases), own, tables in self._modules:
             for name in [name for name in vars(module) if name not in own]:
                 vars(module).pop(name, None)
@@ -64,7 +63,7 @@ class _Before:
 def whole_or_not_at_all(
     function: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
-    """Decorate a function that changes a model, its first argument. If a call raises, the model is as it was before."""
+    """Decorate a function that changes a model, its first argument. If it raises, the model is as before."""
 
     @wraps(function)
     def changed(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:

@@ -123,7 +123,6 @@ def _run(settings, corpus, task, step) -> tuple[training.Run, tuple[int, int] | 
 
 
 def _arm(empty: Arm, results) -> Arm:
-    """Return a copy of an arm with its results, what `_run` returned for each seed."""
     runs, saved, seconds = zip(*results, strict=True)
     activation_bytes, model_bytes = saved[0]
     return replace(
@@ -136,7 +135,6 @@ def _arm(empty: Arm, results) -> Arm:
 
 
 def _counted(model, settings, corpus) -> tuple[int, int]:
-    """Return the bytes that one step saves: those of the GELUs, and of the whole model."""
     characters, _ = corpus.held_out_batch(settings.batch, settings.context)
     saved = saved_bytes(model, characters)
     names = {name for name, module in model.named_modules() if isinstance(module, nn.GELU)}
@@ -144,7 +142,6 @@ def _counted(model, settings, corpus) -> tuple[int, int]:
 
 
 def _stored(settings) -> dict | None:
-    """Return the stored results if they have these settings and several seeds."""
     try:
         document = json.loads(STORED.read_text(encoding="utf-8"))
         fits = document["settings"] == asdict(settings) and document["arms"][0]["std"] is not None

@@ -133,7 +133,7 @@ class Demo(Result):
 
     @property
     def yardstick(self) -> Yardstick | None:
-        """The unit of differences: of this run, or for one seed of the stored results; None without these."""
+        """The unit of differences: of this run, or for one seed of the stored results, or None."""
         if self.exact.std is not None:
             return Yardstick(self.exact.std, self.seeds, stored=False)
         if self.stored is None:
@@ -196,7 +196,6 @@ class Demo(Result):
         return {"finals": arm.finals, "curve": curve}
 
     def view(self) -> View:
-        """Return a table of the arms, and notes that explain the verdict."""
         columns = (
             Column("setting", lambda arm: arm.name, "word"),
             Column("GELU bytes", lambda arm: amount(arm.activation_bytes), drop=1),
@@ -252,7 +251,6 @@ class Demo(Result):
         yield f"{self.seconds:.0f} s of training, each on one thread, backend {self.backend}."
 
     def _stored_verdict(self) -> Iterator[str]:
-        """Yield, for a run of one seed, each arm's mean difference in the stored results."""
         yield f"mean differences of those {self.stored['seeds']} seeds, ± their standard deviation:"
         names = {arm.name for arm in self.arms}
         arms = [arm for arm in self.stored["arms"][1:] if arm["name"] in names]
@@ -267,6 +265,5 @@ class Demo(Result):
 
 
 def _with_spread(values: list[float], form: str) -> str:
-    """Format the mean of values, and their standard deviation if there are several."""
     mean = format(statistics.fmean(values), form)
     return f"{mean} ± {statistics.stdev(values):.4f}" if len(values) > 1 else mean

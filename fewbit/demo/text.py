@@ -37,7 +37,7 @@ class Corpus:
         return cls(alphabet, numbers[:cut], numbers[cut:])
 
     def batch(self, size: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return `size` random windows of `train` with `context` characters, and for each character the next; both (size, context) int64."""
+        """Return `size` random windows of `train`, and for each character the next; both (size, context) int64."""
         starts = torch.randint(len(self.train) - context, (size,), generator=generator)
         windows = self.train[starts[:, None] + torch.arange(context + 1)]
         return windows[:, :-1], windows[:, 1:]

@@ -84,7 +84,7 @@ def build(
 
 
 def loss(model: nn.Module, characters, following) -> torch.Tensor:
-    """Return the mean cross entropy of `following`, the next characters, in nats; both (size, context) int64."""
+    """Return the mean cross entropy of the next characters, in nats; both tensors are (size, context) int64."""
     return cross_entropy(model(characters).flatten(0, 1), following.flatten())
 
 
@@ -135,7 +135,6 @@ def train(
 
 
 def _rate(step: int, settings: TrainingSettings) -> float:
-    """Return a step's learning rate, divided by the largest."""
     done = (step + 1) / settings.steps
     if done < settings.warmup:
         return done / settings.warmup

@@ -50,5 +50,5 @@ class FewbitPlugin(BasePlugin):
         return f"{FewbitArgs.__module__}.{FewbitArgs.__qualname__}"
 
     def add_callbacks_pre_trainer(self, cfg, model) -> list:
-        """Return the callback for the trainer, if the key `fewbit` is there."""
+        """Return the callback, if the key `fewbit` is there."""
         return [] if cfg.fewbit is None else [FewbitCallback(**plain_arguments(cfg.fewbit))]

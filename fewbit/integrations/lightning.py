@@ -30,7 +30,7 @@ _MADE_IN = ("setup", "configure_model")
 
 
 def _callbacks() -> list[type]:
-    """Return the base classes of callbacks, from those of `lightning` and `pytorch_lightning` that are imported, else installed."""
+    """Return the base classes of callbacks of the imported ones of `lightning` and `pytorch_lightning`, else of the installed one."""
     names = [name for name in _PACKAGES if name in sys.modules]
     if names:
         return [import_module(name).Callback for name in names]
@@ -102,7 +102,7 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
         _TrainingStep.put_into(pl_module)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        """Choose what each block saves, and count what this step saves if it is logged."""
+        """Choose what each block saves, and count what a logged step saves."""
         if self.memory is not None and self.fit is None:
             self._fit(trainer, pl_module, batch)
         interval = trainer.log_every_n_steps
@@ -126,7 +126,6 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
             self.log("fewbit/bits", bits)
 
     def _fit(self, trainer, module, batch) -> None:
-        """Choose what each block saves, with this batch as the sample."""
         refused = {
             "one process": trainer.world_size > 1,
             "one optimizer": len(trainer.optimizers) != 1 or not module.automatic_optimization,
@@ -209,7 +208,6 @@ class _TrainingStep:
 
     @classmethod
     def take_from(cls, module: nn.Module) -> None:
-        """Undo `put_into`."""
         if isinstance(vars(module).get("training_step"), cls):
             del vars(module)["training_step"]
 
@@ -223,13 +221,11 @@ class _TrainingStep:
 
 
 def _overrides(module: nn.Module, name: str) -> bool:
-    """Return whether a LightningModule has its own method of this name."""
     method: Callable = getattr(module, name)
     package = getattr(method, "__module__", "") or ""
     return not package.startswith(_PACKAGES)
 
 
 def _is_first_process(module: nn.Module) -> bool:
-    """Return whether this process prints."""
     trainer = getattr(module, "_trainer", None)
     return trainer is None or trainer.is_global_zero

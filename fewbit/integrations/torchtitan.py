@@ -65,5 +65,4 @@ class CompressedActivations(ActivationCheckpointing):
 
 
 def _is_first_process() -> bool:
-    """Return whether this process prints."""
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

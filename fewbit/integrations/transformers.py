@@ -120,7 +120,6 @@ class FewbitCallback(TrainerCallback, ExportableState):
         _controllers[model] = self.controller
 
     def _fit(self, model, args, batches, optimizer) -> None:
-        """Choose what each block saves, with the first batch as the sample."""
         refused = {
             "one process": args.world_size > 1,
             "gradient_checkpointing=False": args.gradient_checkpointing,
@@ -145,7 +144,7 @@ class FewbitCallback(TrainerCallback, ExportableState):
         self._is_due |= args.logging_strategy == "epoch"
 
     def on_step_begin(self, args, state, control, model=None, **kwargs) -> None:
-        """Count the bytes of a step that is logged, or the first."""
+        """Count the bytes of a logged step, or the first."""
         self._meter.end()
         is_logged = (
             args.logging_strategy == "steps" and (state.global_step + 1) % state.logging_steps == 0
@@ -172,7 +171,7 @@ class FewbitCallback(TrainerCallback, ExportableState):
             state.log_history[-1].update(values)
 
     def _can_count(self, args) -> bool:
-        """Return whether the meter's hooks on saved tensors neither recompile, nor keep tensors on the GPU, nor see nothing."""
+        """Return whether the meter's hooks neither recompile, nor keep tensors on the GPU, nor see nothing."""
         is_compiled, is_moved = args.torch_compile, getattr(args, "activation_offloading", False)
         is_offloaded = self.controller is not None and self.controller.offload is not None
         return not (is_compiled or is_moved or is_offloaded)
@@ -195,7 +194,6 @@ class FewbitCallback(TrainerCallback, ExportableState):
         return {"args": plain, "attributes": attributes}
 
     def _resume(self, state) -> None:
-        """Load the controller's state from the loaded checkpoint."""
         saved = state.stateful_callbacks.get(type(self).__name__, {})
         saved = saved[-1] if isinstance(saved, list) else saved
         found = saved.get("attributes", {}).get(_STATE)
@@ -235,10 +233,8 @@ def _lost_savings(model, args) -> Iterator[str]:
 
 
 def _is_current(controller: Controller) -> bool:
-    """Return whether the controller's model is still compressed as at the start."""
     return any(context is controller.context for context in contexts_of(controller.model))
 
 
 def _is_sharded(module) -> bool:
-    """Return whether FSDP has wrapped or sharded the module."""
     return any(cls.__module__.startswith("torch.distributed.fsdp") for cls in type(module).__mro__)

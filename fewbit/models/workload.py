@@ -79,7 +79,7 @@ def workload(
 
 
 def classification_loss(model, batch) -> torch.Tensor:
-    """Return the mean cross entropy for images (N, 3, size, size) and their classes (N,) int64."""
+    """Return the mean cross entropy for images (N, 3, size, size) and classes (N,) int64."""
     images, classes = batch
     return F.cross_entropy(model(images), classes)
 

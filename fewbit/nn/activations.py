@@ -79,7 +79,6 @@ class _FewBit(Guarded):
             self._check_table()
 
     def _check_table(self) -> None:
-        """Raise TableError if the table is that of another function, or of other parameters."""
         if not torch.compiler.is_compiling():
             self.forward(torch.empty(0))
 
@@ -94,7 +93,6 @@ class _FewBit(Guarded):
                 raise InputError(f"{name}: expected {expected}, got {shorten(value)}{hint}")
 
     def _run(self, function, input, *arguments):
-        """Return function(input, *arguments) with the module's bits and table, or the policy's bits."""
         # Gradients in evaluation mode are exact: None stands for torch's own function.
         bits = self.bits if self.training else None
         if bits is None or torch.compiler.is_compiling():

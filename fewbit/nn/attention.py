@@ -68,7 +68,7 @@ class MultiheadAttention(Quantized, nn.MultiheadAttention):
         average_attn_weights,
         is_causal,
     ):
-        """Compute attention as torch.nn.functional.multi_head_attention_forward. Dimension 0 is the sequence."""
+        """Compute torch.nn.functional.multi_head_attention_forward. Dimension 0 is the sequence."""
         is_batched = torch_functional._mha_shape_check(
             query, key, value, key_padding_mask, attn_mask, self.num_heads
         )

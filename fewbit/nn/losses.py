@@ -65,7 +65,7 @@ class LinearCrossEntropy(nn.Linear):
         self.chunk_size = chunk_size
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of `input` (*, in_features) and the classes `target` (*,) int64: a scalar, or with "none" in the target's shape."""
+        """Compute the loss of `input` (*, in_features) and the classes `target` (*,) int64, a scalar unless the reduction is "none"."""
         return F.linear_cross_entropy(
             input,
             self.weight,

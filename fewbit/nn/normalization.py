@@ -127,7 +127,6 @@ class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
         return sync_batch_norm(input, weight, bias, *statistics, quantizer=self.quantizer)
 
     def _group(self):
-        """Return the process group to synchronize with, or None."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return None
         group = self.process_group or torch.distributed.group.WORLD

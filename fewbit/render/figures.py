@@ -95,7 +95,7 @@ def title(axes, text: str) -> None:
 
 
 def matplotlib(feature: str = "plotting"):
-    """Import and return matplotlib for a `feature`. Raise FewbitError if it cannot be used."""
+    """Import and return matplotlib for a `feature`, or raise FewbitError."""
     try:
         with needed_for(feature):
             import matplotlib

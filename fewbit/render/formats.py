@@ -56,7 +56,7 @@ def short(value: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Format a number with 3 significant digits, or 2 if 3 take more than 6 characters. Infinity and NaN become "-"."""
+    """Format a number with 3 significant digits, or 2 if 3 take more than 6 characters; "-" for infinity and NaN."""
     if not math.isfinite(value):
         return "-"
     text = f"{value:.3g}"

@@ -86,7 +86,7 @@ def bar(view: View) -> str:
 
 
 def picture(view: View) -> str:
-    """Return an <img> of the view's figure, or "" if there is none or matplotlib is not installed."""
+    """Return an <img> of the view's figure, or "" without figure or matplotlib."""
     if view.figure is None:
         return ""
     try:

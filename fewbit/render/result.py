@@ -73,7 +73,7 @@ class Result:
         return _written(buffer.getvalue(), path, force)
 
     def to_json(self, path: str | os.PathLike | None = None, force: bool = False) -> str:
-        """Return `document()` as JSON text, and write it to `path` if given, as `to_csv`. Infinite numbers and NaN become null."""
+        """Return `document()` as JSON text, with null for infinity and NaN, and write it to `path` if given, as `to_csv`."""
         text = json.dumps(finite(self.document()), indent=1, allow_nan=False) + "\n"
         return _written(text, path, force)
 
@@ -114,7 +114,7 @@ def _written(text: str, path, force: bool) -> str:
 
 
 def finite(value):
-    """Return plain values with None for infinite numbers and NaN, which JSON lacks, and lists for tuples."""
+    """Return plain values with None for infinity and NaN, which JSON lacks, and lists for tuples."""
     if isinstance(value, dict):
         return {key: finite(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):

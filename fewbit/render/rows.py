@@ -39,7 +39,6 @@ class Rows(Result, Sequence):
         return tuple(self._why)
 
     def _of_unobserved(self) -> list[str]:
-        """Return a line for each reason, with the names of some layers."""
         by_reason = {}
         for name, why in self._why.items():
             by_reason.setdefault(why, []).append(name or "the model")
@@ -71,5 +70,4 @@ class Rows(Result, Sequence):
         return [row._asdict() for row in self]
 
     def view(self) -> View:
-        """Return the view, of the title alone if there are no rows."""
         return self._full() if self else View(self.title)

@@ -129,7 +129,7 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def shortened_alike(names: Sequence[str], room: int) -> Sequence[str]:
-    """Shorten names to `room` characters by an ellipsis, at the same place in all, which keeps as many as possible different."""
+    """Shorten names to `room` characters by an ellipsis, at the place that keeps as many as possible different."""
     if max(map(len, names)) <= room:
         return names
     heads = range((room - 1) // 3, room - 1)
@@ -146,7 +146,7 @@ def shortened(path: str, room: int, head: int | None = None) -> str:
 
 
 def show(result) -> None:
-    """Print a result as rich does, or `str(result)` if rich is not installed."""
+    """Print a result as rich does, or `str(result)` without rich."""
     try:
         from rich.console import Console
     except ModuleNotFoundError:

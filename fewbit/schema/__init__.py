@@ -42,7 +42,7 @@ def find_error(document, name: str) -> tuple[str, str] | None:
 
 
 def find_field_error(value, field: str, name: str) -> tuple[str, str] | None:
-    """Find the first place at which the value of one field violates its schema, as `find_error` does."""
+    """Find the first place at which a field's value violates its schema, as `find_error` does."""
     found = _find(value, load(name)["properties"][field], load(name))
     return None if found is None else (format_path([field, *found[0]]), found[1])
 

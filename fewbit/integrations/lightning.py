@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fewbit.analysis.step_meter import StepMeter
 from fewbit.compress.compress import compress_
@@ -18,6 +19,7 @@ from fewbit.compress.controller import Controller
 from fewbit.config import as_config
 from fewbit.errors import InputError
 from fewbit.planning.fit import fit_
+from fewbit.planning.processes import DDP, SHARDED
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.interop.module_calls import GUARD
 from fewbit.runtime.saved.context import contexts_of
@@ -57,7 +59,7 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
         bits: as in `fewbit.compress_`.
         memory: a size such as "24 GiB". Before the first batch, `fewbit.fit_` then chooses what each block saves, so that a
             training step fits in this memory, with this batch as the sample, and the trainer's only optimizer. `bits` has no
-            effect, and the other arguments are those of `fewbit.fit_`. Training takes place in one process.
+            effect, and the other arguments are those of `fewbit.fit_`. Several processes train with DistributedDataParallel.
         **arguments: the other arguments of `fewbit.compress_`. By default only the first process prints the report.
 
     Attributes:
@@ -126,8 +128,10 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
             self.log("fewbit/bits", bits)
 
     def _fit(self, trainer, module, batch) -> None:
+        is_replica = isinstance(trainer.strategy.model, DistributedDataParallel)
+        if trainer.world_size > 1 and not is_replica:
+            raise InputError(SHARDED.format(type(trainer.strategy).__name__))
         refused = {
-            "one process": trainer.world_size > 1,
             "one optimizer": len(trainer.optimizers) != 1 or not module.automatic_optimization,
             "a module that is not compiled": module._compiler_ctx is not None,
         }
@@ -149,6 +153,7 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
                 loss=loss,
                 optimizer=trainer.optimizers[0],
                 accumulates=trainer.accumulate_grad_batches > 1,
+                parallel=DDP if is_replica else None,
                 **{"verbose": _is_first_process(module)} | self.arguments,
             )
         finally:

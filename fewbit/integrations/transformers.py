@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 
+from accelerate.state import AcceleratorState
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -22,6 +23,7 @@ from fewbit.convert.swap import is_converted
 from fewbit.errors import InputError
 from fewbit.integrations.first_batch import first_batch
 from fewbit.planning.fit import fit_
+from fewbit.planning.processes import DDP, SHARDED
 from fewbit.runtime.saved.bit_policy import SAMPLES
 from fewbit.runtime.saved.context import contexts_of
 from fewbit.sizes import counted
@@ -47,8 +49,8 @@ class FewbitCallback(TrainerCallback, ExportableState):
         bits: as in `fewbit.compress_`.
         memory: a size such as "24 GiB". At the beginning of the training, `fewbit.fit_` then chooses what each block saves, so
             that a training step fits in this memory, with the first batch as the sample, and the Trainer's loss and optimizer.
-            `bits` has no effect, and the other arguments are those of `fewbit.fit_`. Training takes place in one process, and
-            neither `torch_compile` nor gradient checkpointing is on.
+            `bits` has no effect, and the other arguments are those of `fewbit.fit_`. Several processes train with
+            DistributedDataParallel, and neither `torch_compile` nor gradient checkpointing is on.
         **arguments: the other arguments of `fewbit.compress_`. By default only the first process prints the report.
 
     Attributes:
@@ -82,7 +84,7 @@ class FewbitCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
         """Compress a model that `model_init` has made since, and continue from a checkpoint's state."""
         if self.memory is not None:
-            self._fit(model, args, kwargs["train_dataloader"], kwargs["optimizer"])
+            self._fit(model, args, state, kwargs["train_dataloader"], kwargs["optimizer"])
         else:
             self._compress(model, state)
             if state.global_step > 0:
@@ -119,21 +121,27 @@ class FewbitCallback(TrainerCallback, ExportableState):
         self.controller = compress_(model, **{"verbose": is_first, **self.arguments})
         _controllers[model] = self.controller
 
-    def _fit(self, model, args, batches, optimizer) -> None:
+    def _fit(self, model, args, state, batches, optimizer) -> None:
+        kind = AcceleratorState().distributed_type.value
+        if args.world_size > 1 and not kind.startswith("MULTI_"):
+            raise InputError(SHARDED.format(kind))
         refused = {
-            "one process": args.world_size > 1,
+            "one device per process": args.n_gpu > 1,
             "gradient_checkpointing=False": args.gradient_checkpointing,
             "torch_compile=False": args.torch_compile,
         }
         for expected in (name for name, is_refused in refused.items() if is_refused):
             raise InputError(f"memory: expected a training with {expected}, got another one")
         devices = [] if args.device.type == "cpu" else [args.device]
-        sample = dict(first_batch(batches, devices))
         arguments = {name: value for name, value in self.arguments.items() if name != "bits"}
-        accumulates = args.gradient_accumulation_steps > 1
-        plain = getattr(optimizer, "optimizer", optimizer)  # not the one that accelerate wraps
         self.fit = fit_(
-            model, sample, self.memory, optimizer=plain, accumulates=accumulates, **arguments
+            model,
+            dict(first_batch(batches, devices)),
+            self.memory,
+            optimizer=getattr(optimizer, "optimizer", optimizer),  # not accelerate's wrapper
+            accumulates=args.gradient_accumulation_steps > 1,
+            parallel=DDP if args.world_size > 1 else None,
+            **{"verbose": state.is_world_process_zero} | arguments,
         )
         self.controller = self.fit.controller
 

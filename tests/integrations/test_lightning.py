@@ -1,6 +1,7 @@
 """Tests of the callback for Lightning: conversion, functions in training_step, metrics, and resumed training."""
 
 import os
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 import fewbit
 
 lightning = pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch.strategies import FSDPStrategy  # noqa: E402
 
 from fewbit.integrations import lightning as adapter  # noqa: E402
 
@@ -301,3 +304,10 @@ def test_a_memory_in_place_of_bits(tmp_path, monkeypatch):
 def test_a_memory_needs_one_optimizer(tmp_path):
     with pytest.raises(fewbit.InputError, match="memory: expected a training with one optimizer"):
         fit(Manual(), mappings(1), [adapter.FewbitCallback(memory="1 GiB")], folder=tmp_path)
+
+
+def test_a_memory_needs_replicas_in_several_processes():
+    """With FSDP or DeepSpeed a process does not have the whole model."""
+    trainer = SimpleNamespace(world_size=2, strategy=FSDPStrategy())
+    with pytest.raises(fewbit.InputError, match="with DistributedDataParallel, got FSDPStrategy"):
+        adapter.FewbitCallback(memory="1 GiB")._fit(trainer, Deep(), None)

@@ -1,12 +1,10 @@
 """`FewbitCallback` in the Trainer of transformers: compression, logs, checkpoints and resumed training."""
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +12,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 pytest.importorskip("transformers")
 
+from accelerate.utils import DistributedType
 from trainer_runs import USUAL, llama, logged, saved_by_step, texts, weights
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from two_processes import run_twice
 
 import fewbit
 from fewbit.convert.swap import is_converted
@@ -289,29 +289,24 @@ def test_torch_compile(tmp_path):
     assert 3 * compiled < exact
 
 
+WORKER = Path(__file__).parent / "trainer_worker.py"
+
+
 @pytest.mark.slow
+@pytest.mark.processes
 def test_two_processes_choose_the_same_bits(tmp_path):
     """Both end with the same weights and bits, also in a resumed training. Only one prints the report."""
-    worker = Path(__file__).parent / "trainer_worker.py"
-    helpers = Path(__file__).parents[1] / "helpers"
-    paths = os.pathsep.join([str(helpers), *filter(None, sys.path)])
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": paths},
-        )
-        for rank in range(2)
-    ]
-    try:
-        results = [one.communicate(timeout=600) for one in workers]
-    finally:
-        for one in workers:
-            one.kill()
-    assert [one.returncode for one in workers] == [0, 0], "\n".join(error for _, error in results)
-    assert [text.count("modules converted") for text, _ in results] == [2, 0]
+    texts = run_twice(WORKER, "bits", folder=tmp_path)
+    assert [text.count("modules converted") for text in texts] == [2, 0]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_two_processes_take_one_choice(tmp_path, library):
+    """With a memory, both choose the same, and a step of a replica takes what was predicted. Only one prints the choice."""
+    pytest.importorskip(library)
+    texts = run_twice(WORKER, f"memory_of_{library}", folder=tmp_path)
+    assert [text.count("exact training takes") for text in texts] == [1, 0]
 
 
 class Once(IterableDataset):
@@ -406,3 +401,18 @@ def test_a_memory_needs_a_training_that_it_can_measure(tmp_path):
     ):
         run.train()
     assert FewbitCallback(memory="1 GiB", **QUIET).state()["args"]["memory"] == "1 GiB"
+
+
+def test_a_memory_needs_replicas_in_several_processes(tmp_path, monkeypatch):
+    """With FSDP or DeepSpeed the model is sharded before the callback sees a batch."""
+    callback = FewbitCallback(memory="1 GiB")
+    run = trainer(tmp_path, callback)
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    state = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    monkeypatch.setattr("fewbit.integrations.transformers.AcceleratorState", lambda: state)
+    with pytest.raises(
+        InputError, match="with DistributedDataParallel, got FSDP; with FSDP2, call"
+    ):
+        callback.on_train_begin(
+            run.args, run.state, None, run.model, train_dataloader=None, optimizer=None
+        )

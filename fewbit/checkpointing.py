@@ -1,7 +1,6 @@
 """Gradient checkpointing whose regions save their inputs quantized.
 
-The forward pass is exact. The recomputation starts from rounded inputs, so gradients differ slightly, and not only by noise: a region
-is not linear in its inputs.
+The recomputation starts from rounded inputs. A region is not linear in these, so gradients differ slightly, and not only by noise.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _OPTIONS = "use_reentrant", "context_fn", "determinism_check", "debug", "early_s
 """The arguments of torch's function, other than `preserve_rng_state`."""
 _CHECKS = "default", "none"
 BOUNDARIES = Offload(ahead=1)
-"""Moves the quantized inputs of regions to the host. `ahead` is 1, because the time of a whole region hides a transfer."""
+"""Moves the quantized inputs of regions to the host. `ahead` is 1: a whole region hides the transfer."""
 
 
 def checkpoint(
@@ -78,18 +77,18 @@ def checkpoint(
 ) -> Result:
     """Compute function(*args, **kwargs), save the inputs quantized, and compute it again in the backward pass.
 
-    The result is that of torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs). Floating tensors among `args` that
-    need a gradient and have at least 1024 elements are quantized; other arguments, tensors in containers, `kwargs` and parameters are saved
-    as they are. Outside a converted model, the seed of the rounding is drawn from torch's generator first, so dropout draws other masks than
-    with torch's function. In compiled code, torch's own function runs, and nothing is quantized.
+    The result is that of torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs). Floating
+    tensors among `args` that need a gradient and have at least 1024 elements are quantized; other arguments, tensors in
+    containers, `kwargs` and parameters are saved as they are. Outside a converted model, the seed of the rounding is drawn
+    from torch's generator first, so dropout draws other masks than with torch's function. In compiled code, torch's own
+    function runs, and nothing is quantized. Arguments that are not listed are those of torch's function.
 
     The second run decides as the first run did: integers, booleans and Python numbers that the region computes from floating tensors are
     recorded. It changes no buffers, such as running statistics, and reads the values that these had in the first run. Neither holds for code
     that is compiled within the region.
 
     Args:
-        function: the region, a function or module.
-        *args: the positional arguments of `function`.
+        function: the region, a function or module, called with `args` and `kwargs`.
         bits: the bits per element, 1 to 8. With fewer than 8 bits, look at the error of the gradients first
             (docs/concepts/layers.md). None: torch's own function runs, and the inputs are saved as they are.
         group_size: the number of elements in a group (docs/concepts/quantizer.md), a multiple of 32.
@@ -98,12 +97,8 @@ def checkpoint(
         use_reentrant: False or None. The reentrant variant of torch's function is refused.
         preserve_rng_state: as in torch. It must be False while a CUDA graph is recorded.
         context_fn: as in torch. It may be a selective policy, functools.partial(create_selective_checkpoint_contexts, policy).
-        determinism_check: as in torch, "default" or "none": whether shapes, dtypes and devices have to agree in both runs.
-        debug: as in torch.
-        early_stop: as in torch.
-        respect_saved_tensors_hooks: as in torch 2.14, whether tensors that a selective policy saves pass through the hooks around the region.
-            None stands for True; before 2.14 they do not pass.
-        **kwargs: the keyword arguments of `function`.
+        respect_saved_tensors_hooks: as in torch 2.14, whether tensors that a selective policy saves pass through the hooks
+            around the region. None stands for True; before 2.14 they do not pass.
 
     Raises:
         InputError: `function` cannot be called, or an argument is invalid.
@@ -145,19 +140,14 @@ def checkpoint_(
 ) -> None:
     """Make modules of a model checkpointed regions, in place, with `checkpoint` in place of torch's function.
 
-    Without `include`, the model is one of transformers, and the layers that ``model.gradient_checkpointing_enable()`` checkpoints save their
-    inputs quantized; ``model.gradient_checkpointing_disable()`` undoes this. With `include`, any model's modules of these names change, so
-    several calls may give modules different bits; `uncheckpoint_` undoes this. The model may be compressed before or after.
+    Without `include`, the model is one of transformers, and the layers that ``model.gradient_checkpointing_enable()``
+    checkpoints save their inputs quantized; ``model.gradient_checkpointing_disable()`` undoes this. With `include`, any
+    model's modules of these names change, so several calls may give modules different bits; `uncheckpoint_` undoes this.
+    The model may be compressed before or after. Other arguments are those of `checkpoint`.
 
     Args:
-        model: the model.
-        bits: as in `checkpoint`.
-        group_size: as in `checkpoint`.
-        preserve_rng_state: as in `checkpoint`.
         include: one or several glob patterns of dotted module paths, such as ``"layers.*"``. Each module that matches
             becomes a region, but not the modules inside it.
-        offload: as in `checkpoint`.
-        **options: the other arguments of torch's function, as in `checkpoint`.
 
     Raises:
         InputError: an argument is invalid, `include` matches no module, or there is no `include` and the model has no method

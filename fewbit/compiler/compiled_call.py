@@ -55,11 +55,7 @@ class CompiledModel(OptimizedModule):
     def of(cls, compiled: OptimizedModule, partitioner: Partitioner, arguments: Mapping, anew):
         """Turn a result of torch.compile into an instance of this class.
 
-        Args:
-            compiled: the result of torch.compile, which changes.
-            partitioner: the partitioner.
-            arguments: the arguments of torch.compile.
-            anew: a function that compiles a copy of the model.
+        `arguments` are those of torch.compile, and `anew` compiles a copy of the model.
         """
         compiled.__class__ = cls
         compiled.partitioner, compiled._compile = partitioner, anew
@@ -85,8 +81,7 @@ class CompiledModel(OptimizedModule):
 class CompiledCall:
     """A function that calls a model through torch.compile, and that warns if a part of the model runs uncompressed.
 
-    `partitioner` is None if the graphs are torch's own. `plain` calls the model in eager mode, and `compiled` is this
-    function, compiled.
+    `partitioner` is None if the graphs are torch's own. `plain` calls the model in eager mode.
     """
 
     is_from_fewbit = True

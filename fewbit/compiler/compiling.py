@@ -39,8 +39,8 @@ def compile(
 ) -> nn.Module:
     """Compile a model with torch.compile so that it saves a few bits per element for the backward pass.
 
-    The results of the forward pass are torch's. For the backward pass, the compiled code saves quantized copies, masks
-    of 1 bit, and exact tensors only where an op needs them (docs/guides/compile.md). The model itself does not change.
+    The results of the forward pass are torch's. For the backward pass, the compiled code saves quantized copies, masks of 1
+    bit, and exact tensors only if an op needs them (docs/guides/compile.md). The model itself does not change.
 
     Args:
         model: the model. If `compress_` has converted it, its layers keep their own copies.
@@ -52,7 +52,7 @@ def compile(
             the tensors of the modules exact.
         backend: "inductor" or "aot_eager".
         mode: as in torch.compile, for the backend "inductor".
-        options: as in torch.compile, for the backend "inductor". They may be given together with a mode.
+        options: as in torch.compile, for the backend "inductor", perhaps together with a mode.
         **settings: other arguments of torch.compile, such as fullgraph and dynamic.
 
     Returns:
@@ -63,9 +63,8 @@ def compile(
         InputError: an argument cannot be used.
 
     Warns:
-        CompileWarning: this version of torch does not work with fewbit's partitioner, or torch.compile is disabled:
-            exact tensors are saved, and there is no `partitioner`. Or, in a call, torch.compile has left a part to
-            Python.
+        CompileWarning: the installed torch does not work with fewbit's partitioner, or torch.compile is disabled: exact
+            tensors are saved, and there is no `partitioner`. Or, in a call, torch.compile has left a part to Python.
     """
     settings = {"backend": backend, "mode": mode, "options": options, **settings}
     partitioner, arguments = _arguments(model, bits, layers, overrides, **settings)
@@ -107,21 +106,10 @@ def compile_blocks_(
     Blocks are the modules in a torch.nn.ModuleList or torch.nn.Sequential that have the class of another module there;
     blocks with hooks have code of their own. The rest of the model runs in eager mode. A copy of the model is not
     compiled. torch.compile around the model compiles only the code between the blocks, and raises an error with
-    fullgraph=True.
-
-    Args:
-        model: the model, which changes: calls of its blocks run the compiled code.
-        bits: as in `compile`.
-        layers: as in `compile`.
-        overrides: as in `compile`, but with paths within a block of any class.
-        backend: as in `compile`.
-        mode: as in `compile`.
-        options: as in `compile`.
-        **settings: as in `compile`.
+    fullgraph=True. Arguments are those of `compile`, but paths in `overrides` are within a block of any class.
 
     Returns:
-        A `Partitioner` for each class of blocks, whose `report` shows which tensors the compiled graphs save, of one
-        block for each graph.
+        A `Partitioner` for each class of blocks, whose `report` shows which tensors the graphs save, of one block each.
 
     Raises:
         InputError: an argument cannot be used, or the model has no repeated blocks.
@@ -214,14 +202,10 @@ def undo_compile(model: nn.Module) -> None:
 def partition_fn(
     bits: int | BitConfig | None = None, layers: LayerSettings | Mapping | None = None
 ) -> Callable:
-    """Return a partitioner for backends that torch's `aot_autograd` makes.
+    """Return a partitioner for backends that torch's `aot_autograd` makes, with `bits` and `layers` as in `fewbit.compile`.
 
     Pass it as ``aot_autograd(partition_fn=fewbit.partition_fn(bits=2), ...)``, with torch's decompositions, for example
     ``decompositions=torch._inductor.decomposition.select_decomp_table()``, because tensors of other ops stay exact.
-
-    Args:
-        bits: as in `fewbit.compile`.
-        layers: as in `fewbit.compile`.
 
     Returns:
         The partitioner, a function whose attribute `report` shows what the compiled graphs save.

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 STEEPEST = 1.25
 """Steeper functions are not computed again: they would amplify the errors of a copy."""
 LEAST_GROWTH = 5.0
-"""Functions that grow by less from the first to the last point, such as tanh, would have large errors at large inputs."""
+"""Functions that grow by less over the points, such as tanh, would have large errors at large inputs."""
 _POINTS = torch.linspace(-12, 12, 4801, dtype=torch.float64)
 """Slopes are measured here. Activations are linear or constant beyond."""
 _CONSTANTS = {aten.full.default: 1, aten.scalar_tensor.default: 0}

@@ -29,7 +29,7 @@ from fewbit.runtime.format.groups import LEAST_ELEMENTS
 STATISTIC_REASON = "a statistic of larger tensors"
 _AS_STRIDED = torch.ops.aten.as_strided.default
 MOST_STEPS_OF_STATISTIC = 16
-"""The number of nodes by which a norm computes its statistics, at most."""
+"""The most nodes by which a norm computes its statistics."""
 
 
 @dataclass
@@ -72,16 +72,13 @@ class JointGraph:
         changed: the inputs that the model changes in place, such as running means, and what depends on them.
         backward: the nodes that depend on tangents, in their order.
         forward: the nodes on which results of the forward graph depend.
-        parameters: the inputs that are parameters or buffers.
         random: large constants that depend on random numbers, such as masks of dropout, which backward draws again.
-        constants: nodes that can be computed again from parameters, inputs without gradient, small tensors and
-            statistics of large ones.
+        constants: nodes that follow from parameters, inputs without gradient, small tensors and statistics of large ones.
         statistics: those of them that are large, and a number for each row or channel of a larger tensor.
         exact: {frontier node that stays exact: the reason}.
         roots: {node: Root} of the tensors to quantize. Each other node of the frontier is a view or an affine function
             of one of them, or in `again`.
         again: nodes that the backward pass computes again from copies of roots (`computed_again.py`).
-        sizes: the nodes that compute sizes that vary.
     """
 
     graph: fx.Graph
@@ -252,7 +249,7 @@ class JointGraph:
     def _is_factor_of_rows(self, node) -> bool:
         """Return whether all products with the node are much larger than the node, as with a gate for each channel.
 
-        A group would have factors of many rows or channels, of very different sizes.
+        A group would mix factors of very different sizes.
         """
         value = node.meta["val"]
         users = [user.meta.get("val") for user in node.users if user in self.backward]

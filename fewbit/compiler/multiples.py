@@ -1,7 +1,7 @@
 """Products of one gradient with several saved tensors become products with a single saved tensor.
 
-If t depends on tangents, and a and b do not, then (t * a) * b is t * (a * b), and t * a + t * b is t * (a + b), so that
-a copy of one factor replaces those of a and b.
+If t depends on tangents, and a and b do not, (t * a) * b is t * (a * b), and t * a + t * b is t * (a + b): a copy of one factor
+replaces those of a and b.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Partitioner(CustomPartitionerFn):
 
     Args:
         settings: the settings of all modules that `own` does not have.
-        own: {dotted path of a module: the settings of the module, or None to leave its tensors exact}.
+        own: {dotted path of a module: its settings, or None to leave its tensors exact}.
         paths: the paths of all modules of the model, if they are known.
         is_inductor: whether Inductor generates code for the graphs.
     """

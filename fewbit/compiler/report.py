@@ -25,15 +25,13 @@ class SavedRow(NamedTuple):
     """A tensor that a compiled graph saves.
 
     Attributes:
-        module: the dotted path of the module whose backward pass uses the tensor, or that made it if there are several
-            or it is exact; "" for the model.
-        op: the op of ATen that made the tensor, for example "gelu_backward" for a derivative; "input" for a result of
-            an earlier graph.
-        shape: the shape.
+        module: the dotted path of the module whose backward pass uses the tensor, or, if there are several or it is exact,
+            that made it.
+        op: the op of ATen that made the tensor, such as "gelu_backward"; "input" for a result of an earlier graph.
         dtype: the dtype, for example "float32".
         exact_bytes: the bytes of the tensor itself.
         saved_bytes: the bytes that the graph saves for it.
-        bits: the bits per element of a copy, 1 for a mask; None if the tensor is saved as it is.
+        bits: the bits per element of a copy or mask; None if the tensor is saved as it is.
         reason: why the tensor is saved as it is, "" for a copy.
     """
 

@@ -95,7 +95,7 @@ class Rewriter:
     def _move_forward(self, chosen) -> None:
         """Move nodes of the backward part that make a chosen tensor to the place where their inputs are made.
 
-        Else they would keep the inputs of the activations in memory until the end of the forward graph.
+        Else they would keep inputs of activations in memory until the forward graph ends.
         """
         last = max(i for i, node in enumerate(self.graph.nodes) if node in self.joint.forward)
         place = {node: (i,) for i, node in enumerate(self.graph.nodes)}

@@ -1,7 +1,7 @@
 """The seeds from which compiled code rounds at random: each device has a counter of its own (docs/decisions/0010).
 
-A CUDA graph runs no code on the host. A second call of `torch.manual_seed` with the same seed does not restart a
-counter, because torch's generator may be in the same state between two steps.
+A second call of `torch.manual_seed` with the same seed does not restart a counter, because torch's generator may be in the same state
+between two steps.
 """
 
 from __future__ import annotations

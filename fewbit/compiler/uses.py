@@ -1,6 +1,6 @@
 """The uses of a tensor in a backward graph: which ops of ATen may get a dequantized copy of an argument.
 
-Those that are affine in it: the expected value for an unbiased copy is the result for the exact tensor.
+Those that are affine in it may: the expected value for an unbiased copy is the result for the exact tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PADDING = _overloads("constant_pad_nd.default")
 AFFINE = VIEWS | CASTS | PADDING | _overloads("fma.default", ops=prims) | _overloads(
     "mul.Tensor", "mul.Scalar", "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar", "neg.default",
 )  # fmt: skip
-"""Pointwise ops, views and padding, which are affine in each argument, if the other arguments are fixed."""
+"""Pointwise ops, views and padding, which are affine in each argument."""
 MULTILINEAR = AFFINE | _overloads(
     "mm.default", "bmm.default", "addmm.default", "baddbmm.default", "mv.default", "dot.default", "sum.default",
     "sum.dim_IntList", "mean.default", "mean.dim", "cat.default", "stack.default", "where.self", "where.ScalarSelf",
@@ -47,7 +47,7 @@ MULTILINEAR = AFFINE | _overloads(
     "slice_backward.default", "select_backward.default", "addcmul.default", "flip.default",
     "cumsum.default", "roll.default",
 )  # fmt: skip
-"""Ops that are affine in each floating argument, if the other arguments are fixed."""
+"""Ops that are affine in each floating argument."""
 DIVISIONS = _overloads("div.Tensor", "div.Scalar")
 VARIANCES = _overloads(
     "var.correction", "var_mean.correction", "std.correction", "std_mean.correction"

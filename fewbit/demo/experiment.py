@@ -65,9 +65,9 @@ def run_demo(
     """Train the transformer with exact layers, with few-bit GELUs, and with all layers compressed, each from the seeds 0, 1, ...
 
     Args:
-        bits: Numbers of bits, each of an arm whose GELUs save this many bits per element.
-        everything: Numbers of bits, each of an arm whose model `compress_` converts.
-        average: Average numbers of bits, each of an arm at level L3 of ActNN (`AdaptiveBits`).
+        bits: Bits per element, each of an arm with few-bit GELUs.
+        everything: Bits per element, each of an arm whose model `compress_` converts.
+        average: Average bits, each of an arm at level L3 of ActNN (`AdaptiveBits`).
         seeds: The number of seeds.
         settings: The settings of every training; by default those of benchmarks/results/demo.json.
         corpus: The text; by default the help texts that come with Python.

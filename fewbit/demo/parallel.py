@@ -33,9 +33,6 @@ def run_all(
         tasks: The tasks, started in reverse order, so the slowest should be last.
         processes: The number of processes. With 1 the tasks run in this process, in order.
         progress: Called in this process as `progress(index of a task, steps done in it)`.
-
-    Raises:
-        FewbitError: A worker process was killed.
     """
     if processes == 1:
         return [

@@ -31,7 +31,6 @@ class Arm:
         activation_bytes: The bytes that the GELUs save for backward in one step, as `fewbit.saved_bytes` counts.
         model_bytes: The bytes that the whole model saves.
         runs: The trainings, in the order of the seeds.
-        seconds: The time of all trainings of the arm together, in seconds.
         everything: The bits with which `compress_` has converted the whole model, or None.
         level: The level of ActNN at which `compress_` has converted the model.
     """
@@ -107,7 +106,7 @@ class Demo(Result):
         characters: The number of characters of the training text.
         backend: The name of the backend that computed the few-bit activations.
         arms: The arms, the exact one first.
-        stored: The stored results, if they have the same settings; else None.
+        stored: The stored results with the same settings, or None.
     """
 
     settings: training.TrainingSettings

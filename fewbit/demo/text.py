@@ -50,11 +50,7 @@ class Corpus:
 
 
 def python_topics() -> Corpus:
-    """Return the corpus of the help texts that Python lists by `help("topics")`.
-
-    Raises:
-        FewbitError: This Python comes without these texts.
-    """
+    """Return the corpus of the help texts that Python lists by `help("topics")`."""
     try:
         from pydoc_data.topics import topics
     except ImportError:

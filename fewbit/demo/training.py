@@ -29,10 +29,10 @@ class TrainingSettings:
         depth: The number of blocks.
         heads: The number of attention heads in a block.
         learning_rate: The largest learning rate.
-        weight_decay: The weight decay of AdamW.
+        weight_decay: That of AdamW.
         warmup: The fraction of the steps in which the learning rate grows.
         clip: The norm to which larger gradients are clipped.
-        held_out_windows: The number of windows of held-out text on which the final loss is computed.
+        held_out_windows: The number of windows of held-out text for the final loss.
     """
 
     steps: int = 600

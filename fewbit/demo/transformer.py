@@ -23,7 +23,6 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, (batch, context, width) like x."""
         x = x + self._attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
@@ -34,7 +33,7 @@ class Block(nn.Module):
 
 
 class CharTransformer(nn.Module):
-    """A transformer that predicts the next character.
+    """A transformer that computes logits, (batch, context, vocabulary), of the next characters for characters (batch, context) int64.
 
     Args:
         vocabulary: The number of different characters.
@@ -64,6 +63,5 @@ class CharTransformer(nn.Module):
             nn.init.normal_(embedding, std=0.02)  # as in GPT-2
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Return logits, (batch, context, vocabulary), for characters (batch, context) int64."""
         x = self.characters(characters) + self.positions[: characters.shape[1]]
         return self.head(self.norm(self.blocks(x)))

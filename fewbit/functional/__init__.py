@@ -1,7 +1,6 @@
 """Functions with torch.nn.functional's signatures that save fewer bytes for the backward pass.
 
-Each file has the functions for one kind of layer and their autograd Functions; the modules are in `fewbit.nn`. This
-folder may import `fewbit.runtime`.
+Each file has the functions for one kind of layer and their autograd Functions; the modules are in `fewbit.nn`.
 """
 
 from types import FunctionType

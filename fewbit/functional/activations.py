@@ -1,21 +1,8 @@
 """Activations with torch.nn.functional's signatures plus `bits` and `table`.
 
-In the backward pass a step function q replaces the derivative: the gradient is `q(input) * grad` (Few-bit Backward,
-Novikov et al., ICML 2023). For n elements, codes of b bits, which name the values of q in a table
-(docs/concepts/solver.md), take `4 * b * ceil(n / 32)` bytes.
-
-Args of all functions:
-    input: float32, float64, float16 or bfloat16, of any shape and strides.
-    inplace: as in torch.
-    bits: bits per code of the default table, 1 to 8, or None to run torch's own function. Derivatives with two values,
-        as that of relu, take 1 bit for all `bits`.
-    table: a `fewbit.Table` of the same function and parameters, in place of the default table.
-
-Raises of all functions:
-    FunctionError, SolveError: there is no table for these parameters.
-    TableError: the table is for another function or other parameters.
-    InputError: `bits` or the dtype of `input` is not listed above, or the input cannot be overwritten.
-    GradientError: in the backward pass, if a second derivative is requested.
+In the backward pass a step function q replaces the derivative: the gradient is `q(input) * grad` (Few-bit Backward, Novikov et al., ICML
+2023; docs/concepts/solver.md). docs/reference/api/functional.md describes the arguments, sizes and errors that all functions share. If a
+second derivative is requested, the backward pass raises a GradientError.
 """
 
 from __future__ import annotations
@@ -364,7 +351,7 @@ def identity(input: Tensor) -> Tensor:
 
 
 _IDS_ARE_GUARDED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""True if torch.compile compiles code anew when the id of a callable in it has changed. torch 2.11 does not."""
+"""True if torch.compile compiles code anew for another id of a callable in it. torch 2.11 does not."""
 
 
 # -- callables -------------------------------------------------------------------------------------------------

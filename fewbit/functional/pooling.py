@@ -1,8 +1,7 @@
 """Pooling, with torch's signatures, results and gradients to the bit, which saves only the position of each maximum in its window, or nothing.
 
-For n outputs and windows of k elements (adaptive: the product of the greatest lengths), max-pooling saves nothing if k
-is 1, else `4 * ceil(log2 k) * ceil(n / 32)` bytes if k is at most 256, 2 n bytes if k is at most 32768, and 4 n bytes
-for larger k. Inputs are floating, (N, C, ...) or (C, ...).
+docs/reference/api/functional.md has the sizes. Inputs are floating, (N, C, ...) or (C, ...). An adaptive window counts as the product of
+the greatest lengths.
 """
 
 from __future__ import annotations

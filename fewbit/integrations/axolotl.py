@@ -46,9 +46,7 @@ class FewbitPlugin(BasePlugin):
     """Compresses the model that Axolotl trains: `plugins: [fewbit.integrations.axolotl.FewbitPlugin]`."""
 
     def get_input_args(self) -> str:
-        """Return the dotted path of `FewbitArgs`."""
         return f"{FewbitArgs.__module__}.{FewbitArgs.__qualname__}"
 
     def add_callbacks_pre_trainer(self, cfg, model) -> list:
-        """Return the callback, if the key `fewbit` is there."""
         return [] if cfg.fewbit is None else [FewbitCallback(**plain_arguments(cfg.fewbit))]

@@ -1,8 +1,4 @@
-"""A callback for Lightning that compresses the LightningModule and saves the chosen bits in its checkpoints.
-
-fewbit compresses functions only in calls of the compressed model, and strategies call `training_step` directly, so the callback makes it such
-a call.
-"""
+"""A callback for Lightning that compresses the LightningModule and saves the chosen bits in its checkpoints."""
 
 from __future__ import annotations
 
@@ -48,8 +44,8 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
     If the module overrides `setup` or `configure_model`, this happens after these methods and the strategy, unless `configure_model` calls
     `compress(self)`, which is needed before `fully_shard`.
 
-    While the trainer fits, functions that `training_step` calls, such as F.cross_entropy, are compressed too, but not with manual optimization,
-    where the backward pass runs within `training_step`.
+    Functions that `training_step` calls, such as F.cross_entropy, are compressed too, but not with manual optimization, where the backward
+    pass runs within `training_step`.
 
     "fewbit/saved_bytes", the bytes that autograd holds when the backward pass begins, without parameters and buffers, and "fewbit/bits", the
     average bits per element of quantized tensors, are logged at the first step and whenever the trainer logs. With a compiled module and with
@@ -89,7 +85,6 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
     # -- Hooks of Lightning -------------------------------------------------------------------------------
 
     def setup(self, trainer, pl_module, stage) -> None:
-        """Compress the module, unless its layers may be missing."""
         if (
             self.memory is None
             and stage == "fit"
@@ -98,13 +93,11 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
             self.compress(pl_module)
 
     def on_fit_start(self, trainer, pl_module) -> None:
-        """Compress the module if `setup` has not, and make `training_step` a call of the model."""
         if self.memory is None:
             self.compress(pl_module)
         _TrainingStep.put_into(pl_module)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        """Choose what each block saves, and count what a logged step saves."""
         if self.memory is not None and self.fit is None:
             self._fit(trainer, pl_module, batch)
         interval = trainer.log_every_n_steps
@@ -117,7 +110,6 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
             self._meter.begin(pl_module)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        """Log what this step has saved, and the average bits."""
         self._meter.end()
         if not self._is_logged:
             return
@@ -163,15 +155,12 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
         self.controller = self.fit.controller
 
     def on_exception(self, trainer, pl_module, exception) -> None:
-        """Stop counting."""
         self._meter.end()
 
     def teardown(self, trainer, pl_module, stage) -> None:
-        """Restore `training_step`. The module stays compressed."""
         _TrainingStep.take_from(pl_module)
 
     def state_dict(self) -> dict:
-        """Return the controller's state."""
         return {} if self.controller is None else {"controller": self.controller.state_dict()}
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -199,7 +188,7 @@ def compress(module: nn.Module) -> Controller:
 
 
 class _TrainingStep:
-    """The `training_step`, run as a call of the compressed model. Lightning reads `__wrapped__`."""
+    """The `training_step`, run as a call of the compressed model, because strategies call it directly. Lightning reads `__wrapped__`."""
 
     def __init__(self, module: nn.Module):
         self.module, self.__wrapped__ = module, module.training_step

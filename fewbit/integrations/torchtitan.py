@@ -47,7 +47,6 @@ class CompressedActivations(ActivationCheckpointing):
     controller: Controller | None = None
 
     def apply(self, model: nn.Module) -> None:
-        """Compress a model, or a stage of a pipeline, in place."""
         config = self.config
         self.controller = compress_(
             model,

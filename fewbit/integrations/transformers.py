@@ -47,7 +47,7 @@ class FewbitCallback(TrainerCallback, ExportableState):
 
     Args:
         bits: as in `fewbit.compress_`.
-        memory: a size such as "24 GiB". At the beginning of the training, `fewbit.fit_` then chooses what each block saves, so
+        memory: a size such as "24 GiB". When the training begins, `fewbit.fit_` then chooses what each block saves, so
             that a training step fits in this memory, with the first batch as the sample, and the Trainer's loss and optimizer.
             `bits` has no effect, and the other arguments are those of `fewbit.fit_`. Several processes train with
             DistributedDataParallel, and neither `torch_compile` nor gradient checkpointing is on.
@@ -55,7 +55,6 @@ class FewbitCallback(TrainerCallback, ExportableState):
 
     Attributes:
         fit: the result of `fewbit.fit_`; None without `memory`, or before the training begins.
-        arguments: the arguments of `fewbit.compress_`.
         controller: the `Controller` of the model; None before the Trainer's constructor has run.
 
     Raises:
@@ -77,7 +76,6 @@ class FewbitCallback(TrainerCallback, ExportableState):
     # -- Compression --------------------------------------------------------------------------------------
 
     def on_init_end(self, args, state, control, model=None, **kwargs) -> None:
-        """Compress the model."""
         if self.memory is None:
             self._compress(model, state)
 
@@ -148,11 +146,9 @@ class FewbitCallback(TrainerCallback, ExportableState):
     # -- Logs ---------------------------------------------------------------------------------------------
 
     def on_epoch_begin(self, args, state, control, **kwargs) -> None:
-        """Count the bytes of an epoch's first step, if epochs are logged."""
         self._is_due |= args.logging_strategy == "epoch"
 
     def on_step_begin(self, args, state, control, model=None, **kwargs) -> None:
-        """Count the bytes of a logged step, or the first."""
         self._meter.end()
         is_logged = (
             args.logging_strategy == "steps" and (state.global_step + 1) % state.logging_steps == 0
@@ -162,11 +158,9 @@ class FewbitCallback(TrainerCallback, ExportableState):
         self._is_due = False
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
-        """Stop counting."""
         self._meter.end()
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        """Add the saved bytes and the average bits to the logs."""
         if logs is None or "loss" not in logs or (self.controller is None and self.fit is None):
             return
         values = {} if self._meter.total is None else {SAVED: self._meter.total}

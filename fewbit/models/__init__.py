@@ -15,10 +15,10 @@ class Family(NamedTuple):
 
     Attributes:
         name: the name of the architecture, as in the help of `fewbit memory`.
-        module: the name of the Python file in this folder, without `.py`.
+        module: the name of the Python file in this folder.
         builder: the class or function in it, called with a model's name, and perhaps a callable that makes the activation.
         models: the names of the models.
-        is_text: whether the input is tokens; otherwise it is images.
+        is_text: whether the input is tokens, not images.
         has_relu: whether the activation is ReLU, in place of which the paper Few-bit Backward measured GELU.
     """
 
@@ -78,7 +78,7 @@ def resolve(name: str) -> str:
     """Return a model's name in the spelling of `names`, whatever its case, hyphens, underscores and spaces.
 
     Raises:
-        FewbitError: The name is unknown. The message suggests similar names.
+        FewbitError: The name is unknown.
     """
     known = {_plain(model): model for model in names()}
     found = known.get(_plain(name))

@@ -33,14 +33,13 @@ class DenseLayer(nn.Module):
         self.conv2 = nn.Conv2d(width, growth, 3, padding=1, bias=False)
 
     def forward(self, features: list[Tensor]) -> Tensor:
-        """Return the new features, (batch, growth, height, width)."""
         x = torch.cat(features, 1)
         x = self.conv1(self.relu1(self.norm1(x)))
         return self.conv2(self.relu2(self.norm2(x)))
 
 
 class DenseBlock(nn.ModuleDict):
-    """Dense layers, each of which adds `growth` channels."""
+    """Dense layers, each of which adds `growth` channels to its input."""
 
     def __init__(self, inputs: int, growth: int, depth: int, activation: Callable):
         super().__init__()
@@ -48,7 +47,6 @@ class DenseBlock(nn.ModuleDict):
             self[f"denselayer{i + 1}"] = DenseLayer(inputs + i * growth, growth, activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x and all new features, (batch, inputs + depth * growth, height, width)."""
         features = [x]
         for layer in self.values():
             features.append(layer(features))
@@ -67,7 +65,7 @@ class Transition(nn.Sequential):
 
 
 class DenseNet(nn.Module):
-    """DenseNet for images.
+    """DenseNet, which computes logits (batch, classes) for images (batch, 3, height, width).
 
     Args:
         name: A key of `LAYERS`.
@@ -97,6 +95,5 @@ class DenseNet(nn.Module):
         self.classifier = nn.Linear(channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (batch, classes) for images (batch, 3, height, width)."""
         x = self.avgpool(self.relu(self.features(x)))
         return self.classifier(torch.flatten(x, 1))

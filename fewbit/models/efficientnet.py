@@ -55,20 +55,18 @@ class SqueezeExcitation(nn.Module):
         self.scale_activation = nn.Sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, channels, height, width) like x."""
         scale = self.fc2(self.activation(self.fc1(self.avgpool(x))))
         return self.scale_activation(scale) * x
 
 
 class StochasticDepth(nn.Module):
-    """A module that sets each sample to zero with probability p, in training mode only."""
+    """A module that sets each sample to zero with probability p, and divides the others by 1 - p, in training mode only."""
 
     def __init__(self, p: float):
         super().__init__()
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x, (batch, channels, height, width), with the other samples divided by 1 - p."""
         if not self.training or self.p == 0:
             return x
         keep = torch.empty((len(x), 1, 1, 1), dtype=x.dtype, device=x.device)
@@ -93,13 +91,12 @@ class MBConv(nn.Module):
         self.stochastic_depth = StochasticDepth(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, outputs, height / stride, width / stride)."""
         y = self.block(x)
         return x + self.stochastic_depth(y) if self.use_res_connect else y
 
 
 class EfficientNet(nn.Module):
-    """EfficientNet for images.
+    """EfficientNet, which computes logits (batch, classes) for images (batch, 3, height, width).
 
     Args:
         name: A key of `SCALES`.
@@ -136,5 +133,4 @@ class EfficientNet(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (batch, classes) for images (batch, 3, height, width)."""
         return self.classifier(torch.flatten(self.avgpool(self.features(x)), 1))

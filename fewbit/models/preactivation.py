@@ -1,6 +1,6 @@
 """Pre-activation residual networks for 32 by 32 images (He et al., 2016b), as in section 4 of BLPA (Chakrabarti and Moseley, 2019).
 
-A network has three stages of (depth - 2) / 9 bottleneck units, each of three blocks, with 64, 128 and 256 channels.
+Three stages, with 64, 128 and 256 channels, have (depth - 2) / 9 bottleneck units of three blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class PreActivationBlock(nn.Module):
         self.linear = linear
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return linear(activation(norm(input)))."""
         return self.linear(self.activation(self.norm(input)))
 
 
@@ -48,7 +47,6 @@ class PreActivationBottleneck(nn.Module):
         self.expand = made(width, EXPANSION * width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, 4 * width, H / stride, W / stride) for x (batch, channels, H, W)."""
         short_cut = x
         if self.stride != 1:
             short_cut = x[:, :, :: self.stride, :: self.stride]
@@ -58,7 +56,7 @@ class PreActivationBottleneck(nn.Module):
 
 
 class PreActivationResNet(nn.Module):
-    """A pre-activation ResNet for images.
+    """A pre-activation ResNet, which computes logits (batch, classes) for images (batch, channels, H, W).
 
     Args:
         depth: The depth, 9 n + 2 for a whole n.
@@ -100,7 +98,6 @@ class PreActivationResNet(nn.Module):
         self.linear = nn.Linear(inputs, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (batch, classes) for images (batch, channels, H, W)."""
         x = self.stages(self.stem(x))
         x = self.pool(self.activation(self.norm(x)))
         return self.linear(torch.flatten(x, 1))

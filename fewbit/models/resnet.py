@@ -47,7 +47,6 @@ class BasicBlock(nn.Module):
         self.downsample = _downsample(inputs, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, width, H / stride, W / stride) for x (batch, channels, H, W)."""
         identity = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         return self.relu(self.bn2(self.conv2(x)) + identity)
@@ -71,7 +70,6 @@ class Bottleneck(nn.Module):
         self.downsample = _downsample(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, 4 * width, H / stride, W / stride) for x (batch, channels, H, W)."""
         identity = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.relu(self.bn2(self.conv2(x)))
@@ -79,7 +77,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet for images.
+    """ResNet, which computes logits (batch, classes) for images (batch, 3, height, width).
 
     Args:
         name: A key of `LAYERS`.
@@ -106,7 +104,6 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(inputs, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (batch, classes) for images (batch, 3, height, width)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(torch.flatten(self.avgpool(x), 1))

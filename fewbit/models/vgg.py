@@ -20,7 +20,7 @@ _WIDTHS = (64, 128, 256, 512, 512)
 
 
 class VGG(nn.Module):
-    """VGG without batch norm, for images.
+    """VGG, which computes logits (batch, classes) for images (batch, 3, height, width).
 
     Args:
         name: A key of `LAYERS`.
@@ -49,5 +49,4 @@ class VGG(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (batch, classes) for images (batch, 3, height, width)."""
         return self.classifier(torch.flatten(self.avgpool(self.features(x)), 1))

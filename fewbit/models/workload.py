@@ -45,7 +45,7 @@ def workload(
     Images are normal noise with random classes, and texts are random tokens: RoBERTa predicts masked tokens, GPT-2 the next ones.
 
     Args:
-        name: One of the names that `fewbit.models.names` returns.
+        name: One of `fewbit.models.names()`.
         batch: The number of samples in a batch; by default 16 images or 4 sequences.
         size: The side of the images in pixels, or the number of tokens; by default 64.
         batches: The number of batches.

@@ -1,6 +1,6 @@
-"""Modules with torch.nn's signatures that save fewer bytes for the backward pass.
+"""Modules with torch.nn's arguments, and those of the functions that they compute, that save fewer bytes for the backward pass.
 
-In training mode the modules call `fewbit.functional`, in evaluation mode torch's own functions.
+In training mode they call `fewbit.functional`, in evaluation mode torch's own functions.
 """
 
 from torch import nn

@@ -1,12 +1,6 @@
 """Activation modules with torch.nn's signatures plus `bits` and `table`, without parameters, buffers or `state_dict` keys.
 
-Args of all modules:
-    bits: bits of the code that is saved for each element, 1 to 8.
-    table: a `fewbit.Table` of the same function and parameters, in place of the default table.
-
-Raises of all modules:
-    InputError: `bits`, `inplace` or `approximate` is invalid.
-    TableError: `table` is not a `fewbit.Table`, or it is one of another function or of other parameters.
+An InputError says that `bits`, `inplace` or `approximate` is invalid, and a TableError that `table` is for another function.
 """
 
 from __future__ import annotations

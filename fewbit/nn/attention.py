@@ -1,4 +1,4 @@
-"""Multi-head attention, with torch's arguments plus `bits` and `group_size`, as in `fewbit.functional.linear`."""
+"""Multi-head attention."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["MultiheadAttention"]
 class MultiheadAttention(Quantized, nn.MultiheadAttention):
     """A torch.nn.MultiheadAttention that saves q, k and v, and the inputs of all projections, quantized.
 
-    torch computes the input projections in one matrix product if query, key and value are one tensor, and in two if key and value are; each
-    product saves one input. q, k and v are saved as in `fewbit.functional.scaled_dot_product_attention`, and attention probabilities never.
+    torch computes the input projections in one matrix product if query, key and value are one tensor, in two if key and
+    value are; each saves one input. q, k and v are saved as in `fewbit.functional.scaled_dot_product_attention`.
 
     Attributes:
         quantizer: made from the arguments `bits` and `group_size`; quantizes the inputs of the projections.

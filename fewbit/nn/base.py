@@ -17,8 +17,8 @@ from fewbit.runtime.quantizers.quantizer import Quantizer
 class Guarded:
     """A mixin that wraps the forward of its subclasses.
 
-    torch.fx.symbolic_trace records a call as one node. A `module.forward` that was stored before `fewbit.restore_` runs torch's forward
-    afterwards. fewbit's own code runs outside of the function mode of a converted model (`run_outside`).
+    torch.fx.symbolic_trace records a call as one node. A `module.forward` that was stored before `fewbit.restore_` runs
+    torch's forward afterwards. fewbit's own code runs outside of a converted model's function mode (`run_outside`).
 
     Attributes:
         calls_others: whether the forward calls other modules or a user's function, and so stays in the function mode.

@@ -1,4 +1,4 @@
-"""Convolutions, with torch's arguments plus `bits` and `group_size`, as in `fewbit.functional.conv1d`."""
+"""Convolutions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated units, which compute act(gate) * up, with the arguments `bits` and `group_size`, as in `fewbit.functional.swiglu`."""
+"""Gated units, which compute act(gate) * up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers, with torch's arguments plus `bits` and `group_size`, as in `fewbit.functional.linear`."""
+"""Linear layers."""
 
 from __future__ import annotations
 

@@ -31,17 +31,11 @@ class CrossEntropyLoss(Quantized, nn.CrossEntropyLoss):
 class LinearCrossEntropy(nn.Linear):
     """The loss `nn.CrossEntropyLoss()(nn.Linear(in_features, out_features)(x), target)`, by `fewbit.functional.linear_cross_entropy`.
 
+    Other arguments are those of these classes.
+
     Args:
-        in_features: the number of features.
-        out_features: the number of classes.
-        bias: whether the linear layer has a bias.
         class_weight: the weights of the classes, (out_features,), or None.
-        ignore_index: the target that does not count.
-        reduction: "mean", "sum" or "none".
-        label_smoothing: as in torch's cross_entropy, 0 to 1.
         chunk_size: the number of rows in a chunk, or None.
-        device: the device of the parameters.
-        dtype: the dtype of the parameters.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Norms, with torch's arguments plus `bits`, `group_size` and `copies`, as in `fewbit.functional.layer_norm`."""
+"""Norms."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ class ComparisonRow:
         discrete: The least error with breaks on a grid (the paper's eq. 9); None without `paper`.
         reproduced: Whether `discrete`, rounded, is the printed error; None without `paper`.
         intervals: The least error in form "intervals".
-        intervals_lower_bound: A proven lower bound on it.
+        intervals_lower_bound: A lower bound on it.
         levels: The least error in form "levels".
-        levels_lower_bound: A proven lower bound on it.
+        levels_lower_bound: A lower bound on it.
         ratio: `intervals` / `levels`; None if `levels` is 0.
         parity: Whether f' is even. Then, as in the paper, pieces in form "intervals" lie in x >= 0, q(-x) = q(x), and `intervals` is
             the error of both halves.
@@ -122,7 +122,7 @@ def compare(
         progress: Called as ``progress(what, done, total)`` before each pair of tables is solved.
 
     Raises:
-        FewbitError: A name or a number of bits cannot be used. This is found before anything is solved.
+        FewbitError: A name or a number of bits cannot be used.
     """
     bits = checked_bits(bits)
     names = [*paper.TABLE_3, "mish"] if functions is None else names_of(functions)

@@ -32,7 +32,6 @@ class ErrorTable(Result):
     """The errors of tables, with an `ErrorRow` for each function.
 
     Attributes:
-        rows: The rows, in the requested order.
         bits: The numbers of bits, in the order of each row's tables.
         form: The form of the tables, "levels" or "intervals".
         metric: The number that is shown for each table: "error" or "relative_error".
@@ -113,7 +112,7 @@ def error_table(
         functions: A name or an alias, or several; by default all functions that fewbit knows.
         bits: A number of bits, or several.
         weight: The density by which errors count, as in `fewbit.solve`.
-        form: "levels" (pieces of q may share a level) or "intervals" (every piece has its own level).
+        form: "levels" or "intervals", as in `fewbit.solve`.
         metric: "error" or "relative_error".
 
     Raises:

@@ -14,9 +14,6 @@ def normal_levels(bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the 2**(bits-1) - 1 positive breaks and the 2**(bits-1) positive levels of the best quantizer of a standard normal number.
 
     The negatives, and the break 0, complete it (Lloyd, 1982; Max, 1960).
-
-    Raises:
-        TableError: No table with this number of bits is shipped.
     """
     table = value_table(bits)
     half = 2 ** (bits - 1)
@@ -37,9 +34,6 @@ def rotated_levels(bits: int) -> tuple[float, ...]:
 
     Only ratios matter, since every group has a scale. Sums in the transform that restores a group are exact in any order (with up to 4 bits).
     Rounding adds at most 0.11 % to the variance of the copy's error.
-
-    Raises:
-        TableError: No table with this number of bits is shipped.
     """
     _, levels = normal_levels(bits)
     factor = _GREATEST[bits - 1] / levels[-1]
@@ -48,20 +42,12 @@ def rotated_levels(bits: int) -> tuple[float, ...]:
 
 @cache
 def normal_error(bits: int) -> float:
-    """Return the mean squared error of a standard normal number rounded to the levels for 1 to 8 bits.
-
-    Raises:
-        TableError: No table with this number of bits is shipped.
-    """
+    """Return the mean squared error of a standard normal number rounded to these levels."""
     return float(value_table(bits)["error"])
 
 
 def value_table(bits: int) -> dict:
-    """Return the document of the shipped table of the function `value`, not validated, to save time.
-
-    Raises:
-        TableError: No such table is shipped.
-    """
+    """Return the unvalidated document of the shipped table of the function `value`. Raise TableError if none is shipped."""
     for document in _documents():
         if document["bits"] == bits:
             return document

@@ -19,7 +19,6 @@ from fewbit.render.result import Result
 from fewbit.render.view import Column, View
 
 GROUP = 256
-"""The number of elements of a group."""
 _GROUPS = 4096
 _SEED = 0
 # The least and the greatest of 256 normal numbers lie in [-_REACH, -_START] and [_START, _REACH], except with a
@@ -33,10 +32,10 @@ class QuantizerRow:
 
     Attributes:
         bits: The bits of an element's code.
-        uniform: The computed error of equal steps with random rounding.
-        uniform_measured: The same error, measured.
-        rotated: The computed error of rotation and optimal levels, for groups of 256.
-        rotated_measured: The same error, measured.
+        uniform: The computed error of the uniform quantizer.
+        uniform_measured: The measured error.
+        rotated: The computed error of the rotated one.
+        rotated_measured: The measured error.
         rotated_limit: Its limit for long groups: D / (1 - D), with D the error of the levels.
         bound: 1 / (4**bits - 1), a lower bound for every unbiased code of this size.
     """
@@ -203,13 +202,7 @@ def _density(x: np.ndarray) -> np.ndarray:
 
 
 def restore_uniform(x: np.ndarray, bits: int, noise: np.ndarray) -> np.ndarray:
-    """Round every row of x at random to equal steps between its least and its greatest element.
-
-    Args:
-        x: Groups, float64 (n, elements).
-        bits: The bits of a code.
-        noise: Uniform random numbers in [0, 1), in the shape of x.
-    """
+    """Round every row of x at random, by `noise` in [0, 1), to equal steps between its least and its greatest element."""
     low = x.min(axis=1, keepdims=True)
     step = (x.max(axis=1, keepdims=True) - low) / (2**bits - 1)
     return low + step * np.floor((x - low) / step + noise)

@@ -61,18 +61,7 @@ def load_table(
 ) -> Table:
     """Return a table for a function: the shipped one if there is one, else a cached one, else a new one.
 
-    A new table is stored in the user's cache folder, unless the function is not built in or the weight is a callable.
-
-    Args:
-        function: The name of a built-in function, "package.module:name", or a callable.
-        bits: 1 to 8.
-        form: "levels" or "intervals", as all following arguments in `fewbit.solve`.
-        weight: The density by which errors count.
-        domain: The interval (a, b) on which errors are measured.
-        objective: "mse", "unbiased" or "minimax".
-        tails: "free" or "pinned".
-        levels: The number of levels, instead of `bits`.
-        parameters: Parameters of a named function.
+    Arguments are those of `fewbit.solve`. A new table is cached, unless the function is not built in or the weight is a callable.
 
     Raises:
         FunctionError: The function cannot be used.

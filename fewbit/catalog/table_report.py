@@ -12,9 +12,9 @@ from fewbit.table import Table, describe_function, describe_weight
 from fewbit.table.notebook import intervals
 
 MOST_LEVELS = 16
-"""The largest number of levels that are listed."""
+"""The most levels that are listed."""
 MOST_INTERVALS = 16
-"""The largest number of pieces that are listed for one level."""
+"""The most pieces that are listed for one level."""
 PICTURE_WIDTH = 80
 
 

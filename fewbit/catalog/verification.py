@@ -27,9 +27,7 @@ class Finding:
     """The result of checking one table of a file.
 
     Attributes:
-        path: The path of the file.
         index: The table's place in the file, from 0.
-        table: The `fewbit.Table`.
         recomputed: The recomputed error; None if it could not be recomputed.
         problems: A line for each claim of the table that does not hold.
         unchecked: The reason why the error could not be recomputed, or None.
@@ -44,7 +42,7 @@ class Finding:
 
     @property
     def deviation(self):
-        """|recomputed - claimed| / claimed error; None without a recomputed error, or if the claimed one is 0."""
+        """|recomputed - claimed| / claimed error, or None."""
         if self.recomputed is None or not self.table.error > 0:
             return None
         return abs(self.recomputed - self.table.error) / self.table.error
@@ -111,10 +109,6 @@ def recompute_error(table, weight=None):
     """Recompute the error of a table with a known `activation` from f', q and w alone.
 
     `weight` is the density if the table's weight is a callable.
-
-    Raises:
-        FunctionError: The table's function is not known.
-        WeightError: The table's weight is a callable and `weight` is not given.
     """
     return _recompute(table, weight).error
 
@@ -124,10 +118,10 @@ class _Recomputed:
     """A recomputed error, and numbers to compare claims with, all of the scaled weight.
 
     Attributes:
-        scaled_error: The recomputed error, divided by 2**exponent.
-        highest: The largest error that a table may claim, divided by 2**exponent; larger if f' is not known exactly.
-        scale: The divisor of relative errors: the integral of f'**2 w, divided by 2**exponent, or for "minimax" the largest |f'|.
-        exponent: The exponent of the power by which the weight is divided; 0 for objective "minimax".
+        scaled_error: The recomputed error, divided by 2**exponent as the next two.
+        highest: The largest error that a table may claim; larger if f' is not known exactly.
+        scale: The divisor of relative errors: the integral of f'**2 w, or for "minimax" the largest |f'|.
+        exponent: 0 for objective "minimax".
     """
 
     scaled_error: float

@@ -17,7 +17,7 @@ def chunk_loss_(model: nn.Module, head: str) -> None:
     The head is the linear layer that computes the logits. In training, its result stands for logits that are not computed yet.
     `torch.nn.functional.cross_entropy` of it, in the model or in the training loop, is `fewbit.functional.linear_cross_entropy`
     of the head's input. Rows may be selected, and the logits viewed or converted to another dtype, before. Any other function
-    computes the logits first. In evaluation, without gradients, and in compiled code, the head computes the logits at once.
+    computes the logits first, and so does the head in evaluation, without gradients, and in compiled code.
 
     Args:
         model: a model. `fewbit.compress_` may convert it before or after.
@@ -34,11 +34,7 @@ def chunk_loss_(model: nn.Module, head: str) -> None:
 
 
 def unchunk_loss_(model: nn.Module) -> None:
-    """Undo `chunk_loss_`, in place.
-
-    Args:
-        model: the model.
-    """
+    """Undo `chunk_loss_`, in place."""
     for module in model.modules():
         forward = vars(module).get("forward")
         if isinstance(forward, _HeadForward):
@@ -46,14 +42,10 @@ def unchunk_loss_(model: nn.Module) -> None:
 
 
 def head_of(model: nn.Module, outside: tuple[str, ...] = ()) -> str | None:
-    """Return the path of the linear layer that seems to compute logits of a vocabulary; None if there is none.
+    """Return the path of the linear layer that seems to compute logits of a vocabulary, or None.
 
-    This is the output embedding of a model of transformers, else the layer with the most outputs of those that have more
-    outputs than inputs.
-
-    Args:
-        model: the model.
-        outside: paths of modules whose layers do not count.
+    This is the output embedding of a model of transformers, else the layer with the most outputs of those that have more outputs than
+    inputs. Layers of modules at the paths `outside` do not count.
     """
     known = getattr(model, "get_output_embeddings", lambda: None)()
     found = {

@@ -47,7 +47,7 @@ _OTHER_QUANTIZED = {
     vector_norm.norm: (torch.norm, torch.Tensor.norm),
     vector_norm.normalize: (torch_functional.normalize,),
 }
-"""{a function that saves quantized tensors, which `fewbit.functional` does not export: the functions that it replaces}."""
+"""{a function that `fewbit.functional` does not export, and that saves quantized tensors: those that it replaces}."""
 QUANTIZED = (*_QUANTIZED.split(), *(function.__name__ for function in _OTHER_QUANTIZED))
 """Names of functions that save quantized inputs."""
 _EXACT = (
@@ -100,7 +100,7 @@ _OTHER_EXACT = {
     elementwise.minimum: (torch.minimum, torch.Tensor.minimum),
 }
 _OPERATIONS = {*_OTHER_QUANTIZED, *_OTHER_EXACT}
-"""The functions of `fewbit.functional.operations`. If no argument is large, torch's own run: almost nothing would be saved."""
+"""The functions of `fewbit.functional.operations`. torch's own run if no argument is large: almost nothing would be saved."""
 _SUMMANDS = {
     contractions.baddbmm: ("batch1", "batch2"),
     contractions.addcmul: ("tensor1", "tensor2"),
@@ -119,9 +119,7 @@ _ATTENTION = (
     elementwise.pow,
     vector_norm.normalize,
 )
-"""Functions of attention, and squares, which are often those of a loss. Their tensors get the bits of q, k and v, except in
-products with parameters.
-"""
+"""Functions of attention, and squares, often those of a loss. Their tensors get the bits of q, k and v, except in products with parameters."""
 
 
 def _table() -> dict:
@@ -157,7 +155,7 @@ _EXPOSING = {
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
 }
-"""Attributes and methods through which a tensor's memory can be written without a change of the tensor's version."""
+"""Attributes and methods by which a tensor's memory can be written without a change of its version."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +168,7 @@ class FunctionQuantizers:
         attention_quantizer: quantizes what functions of attention save.
         norm_quantizer: quantizes what norms save.
         activation_quantizer: quantizes the inputs of activations; None if they save codes.
-        own: {(path of a module, name of a function): the quantizer of the function there}. The first call of a
-            function in a module adds an entry.
+        own: {(path of a module, name of a function): the quantizer of the function there}, filled by first calls.
     """
 
     quantizer: Quantizer
@@ -184,8 +181,7 @@ class FunctionQuantizers:
     def call(self, ours, family, theirs, args, kwargs, path: str):
         """Call fewbit's function with these settings, or torch's if fewbit's does not support the arguments.
 
-        `family` is "activation", "one bit", "quantized" or "exact". `theirs` takes no arguments. `path` is that of the module that
-        runs now.
+        `family` is "activation", "one bit", "quantized" or "exact". `theirs` takes no arguments. `path` is that of the running module.
         """
         if ours in _OPERATIONS and not _has_large(args):
             return theirs()
@@ -330,10 +326,7 @@ def _positional(ours) -> tuple[str, ...]:
 
 
 def _factors(ours, args, kwargs) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return both factors of a call of a product, or None if torch's own function has to run.
-
-    It runs if a factor needs no gradient, or if both are parameters or views of parameters.
-    """
+    """Return both factors of a product, or None if torch's function has to run: one needs no gradient, or both are parameters or views of them."""
     if ours is contractions.einsum:
         factors = contractions.operands_of(args[1:])
     elif ours in _SUMMANDS:

@@ -22,8 +22,8 @@ from fewbit.runtime.interop.module_calls import class_of
 
 ACTIVATION, CONVOLUTION, LAYER, EXACT = "activation", "convolution", "layer", "exact"
 RECURRENT = "recurrent"
-"""The families of kinds. Activations save codes of a few bits; convolutions, the only family of level L1, and other layers
-save quantized inputs. EXACT saves less than torch, without error. RECURRENT is converted only with `everything`.
+"""The families of kinds. Activations save codes; convolutions, the only family of level L1, and other layers save quantized inputs.
+EXACT saves less than torch, without error. RECURRENT is converted only with `everything`.
 """
 
 OWN_FORWARD = "its forward was replaced on the instance, so its class does not say what it computes"
@@ -32,8 +32,7 @@ OWN_FORWARD = "its forward was replaced on the instance, so its class does not s
 class Kind(NamedTuple):
     """The class to which a module is converted, `becomes`, a subclass of the module's class.
 
-    `family` is ACTIVATION, CONVOLUTION, LAYER, EXACT or RECURRENT. `attributes` is {name: value} of those that only the
-    new class needs.
+    `family` is ACTIVATION, CONVOLUTION, LAYER, EXACT or RECURRENT. `attributes` is {name: value} of those that only the new class needs.
     """
 
     becomes: type[nn.Module]

@@ -20,8 +20,7 @@ class ModelFacts:
     """The names of a model's layers, the bits that a policy must not change, and the average with which it starts.
 
     Attributes:
-        names: all names under which quantized tensors may be saved: of layers, functions that modules call, and
-            attention.
+        names: all names under which quantized tensors may be saved: of layers, functions that modules call, and attention.
         channels: {name: number of channels}, for layers whose input has channels in dimension 1.
         chosen_activations: the names of few-bit activations whose bits the policy chooses.
         given_activations: {name: bits} of the other few-bit activations.

@@ -21,7 +21,7 @@ class StepwiseLSTM(Guarded, nn.LSTM):
         return device.type == "cpu"
 
     def forward(self, input, hx=None):
-        """Compute what torch.nn.LSTM computes from the same arguments."""
+        """Compute torch.nn.LSTM."""
         data = getattr(input, "data", input)  # a packed sequence has its tensor in `data`
         is_stepwise = self.runs_stepwise_on(data.device)
         if not (self.training and torch.is_grad_enabled() and is_stepwise):

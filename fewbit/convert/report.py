@@ -15,7 +15,7 @@ from fewbit.sizes import counted
 LEAST_PARENT = 12
 """From this length on, a path that all modules share is printed only once."""
 MOST_ROWS = 16
-"""From this number of rows on, modules with equal last names and equal cells share a row."""
+"""From this number of rows on, modules with equal last names and cells share a row."""
 
 
 class ConvertedModule(NamedTuple):
@@ -25,8 +25,8 @@ class ConvertedModule(NamedTuple):
         path: The dotted path, "" for the model itself.
         before: The name of the class before the conversion.
         after: The name of the class after the conversion.
-        bits: The bits per element that the module saves of its input, or of an activation's derivative, perhaps an
-            average. None if the module's gradients stay exact.
+        bits: The bits per element, perhaps an average, that the module saves of its input, or of an activation's derivative.
+            None if the module's gradients stay exact.
         exact: If `bits` is None, what the module saves, such as "1-bit mask".
         shared: Whether the module only uses what a norm has saved in fixed point; None if that is not known.
         attention: The bits per element of q, k and v of attention, if they are not `bits`.
@@ -80,10 +80,10 @@ class Report(Result):
     Attributes:
         converted: The modules that were converted.
         left_alone: The modules that were not converted.
-        saved: Two dicts, before and after the conversion: {name of an operation: bytes that it saves for the backward
-            pass}. None if `compress_` got no `sample`.
-        functions: The bits per element of quantized inputs, of q, k and v of attention, and of activations, for
-            functions that a forward pass calls. None if functions are not compressed.
+        saved: Two dicts, before and after the conversion: {name of an operation: bytes that it saves for the backward pass}.
+            None if `compress_` got no `sample`.
+        functions: For functions that a forward pass calls, the bits per element of quantized inputs, of q, k and v of
+            attention, and of activations. None if functions are not compressed.
         notes: Lines about the model as a whole.
     """
 

@@ -51,7 +51,7 @@ class Selected(NamedTuple):
         path: the dotted path, the first one if there are several; "" for the model itself.
         module: the module, or the module that has the function.
         attribute: the name of the attribute that is the function; None for a module.
-        settings: the settings of the conversion; None if there is none.
+        settings: the settings of the conversion, or None.
     """
 
     path: str

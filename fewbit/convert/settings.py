@@ -33,12 +33,12 @@ EXTRA_BITS_OF_ATTENTION = 2, 3, 1
 EXTRA_BITS_OF_GATES = 1, 1
 EXTRA_BITS_OF_ACTIVATIONS = (2,)
 EXTRA_BITS_OF_NORMS = (1,)
-"""The bits that queries, keys and values, gates and what they multiply, and inputs of activations and norms usually have more
-than other tensors. Their errors grow on the way back through the network, whereas those of a linear layer's input stay
-in the gradient of one weight (docs/decisions/0008 and 0021).
+"""The bits that q, k and v, factors of gated units, and inputs of activations and norms usually have more than other tensors. Their
+errors grow on the way back through the network; those of a linear layer's input stay in the gradient of one weight
+(docs/decisions/0008 and 0021).
 """
 EXTRA_BITS_BEFORE_LINEAR = (2,)
-"""The bits that inputs of layer norms and RMS norms have more with `recompute_linear` (docs/decisions/0022)."""
+"""The bits that inputs of layer and RMS norms have more with `recompute_linear` (docs/decisions/0022)."""
 FAMILIES = (
     kinds.ACTIVATION,
     kinds.CONVOLUTION,
@@ -55,10 +55,8 @@ class ResolvedSettings:
     Attributes:
         bits: the bits per element of quantized inputs; an average if `has_policy`.
         activation_bits: the bits of the code that a few-bit activation saves for each element.
-        attention_bits: the bits per element of q, k and v; None stands for `bits`, plus EXTRA_BITS_OF_ATTENTION unless
-            `adapts`.
-        gate_bits: the bits per element of the two factors of gated units; None stands for `bits`, plus
-            EXTRA_BITS_OF_GATES unless `adapts`.
+        attention_bits: the bits per element of q, k and v; None stands for `bits`, plus EXTRA_BITS_OF_ATTENTION unless `adapts`.
+        gate_bits: the same for the two factors of gated units, with EXTRA_BITS_OF_GATES.
         fuses_norms: whether norms save fixed-point copies, which the layers after them use.
         recomputes: whether activations save copies of their inputs in place of codes of `activation_bits`.
         has_policy: whether a policy chooses bits while the model trains.
@@ -186,10 +184,9 @@ class ResolvedSettings:
         )
 
     def make_graph_settings(self, is_cell: bool = False) -> GraphSettings | None:
-        """Return the settings for tensors that torch's operations save; None if these tensors stay exact.
+        """Return the settings for tensors that torch's operations save; None if these stay exact.
 
-        What a recurrent cell saves is compressed by default, because the layers after it save copies of its results
-        anyway.
+        What a recurrent cell saves is compressed by default: the layers after it save copies of its results anyway.
         """
         if not (self.everything or (is_cell and self.functional)):
             return None
@@ -227,11 +224,7 @@ def mean_bits(quantizer: Quantizer) -> float:
 
 
 def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) -> ResolvedSettings:
-    """Return the settings of all modules that no override changes.
-
-    Raises:
-        InputError: `layers` is invalid, has `bits`, or contradicts `config`; or the initial bits are not from 1 to 8.
-    """
+    """Return the settings of all modules that no override changes. Raise InputError if `layers` or the initial bits cannot be used."""
     check_average(config.initial_bits)
     usual = ResolvedSettings(
         bits=config.initial_bits,

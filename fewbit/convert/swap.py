@@ -43,7 +43,7 @@ _FUNCTIONS = "_fewbit_functions"
 
 @dataclass
 class Original:
-    """The state of a module before its conversion: the class, and values by name of replaced attributes. The module keeps it."""
+    """The state of a module before its conversion, which the module keeps: its class, and replaced attributes by name."""
 
     cls: type
     becomes: type
@@ -62,10 +62,7 @@ class Original:
 
 
 class Conversion(NamedTuple):
-    """The result of `convert`.
-
-    `selected` are the modules of the model and their settings, selected before their classes changed.
-    """
+    """The result of `convert`. `selected` are the modules and their settings, selected before their classes changed."""
 
     report: Report
     context: ForwardContext
@@ -80,13 +77,9 @@ def convert(
 ) -> Conversion:
     """Convert the modules of a model, and the functions that these modules call, in place.
 
-    An earlier conversion is undone first, unless `settings.families` contains only activations, as for
-    `replace_activations_`: then only the selected activations get new settings. `settings` are those of modules that no
-    override changes. `before` is called once, before modules are converted, but after the checks and after an earlier
-    conversion is undone.
-
-    Raises:
-        InputError: the model is not a module, or the selection is invalid.
+    An earlier conversion is undone first, unless `settings.families` contains only activations, as for `replace_activations_`: then only the
+    selected activations get new settings. `settings` are those of modules that no override changes. `before` is called once, after the
+    checks and the undoing. Raises InputError if the model or the selection is invalid.
     """
     check_model(model)
     selection = selection or Selection()

@@ -44,17 +44,12 @@ def install(
 ) -> tuple[list[str], dict[str, str]]:
     """Make the models of transformers inside `model` save q, k and v of their attention quantized.
 
-    If the attention implementation in a model's `config` is "sdpa", it becomes "fewbit", which computes the same
-    result. For other models with the same `config`, "fewbit" runs "sdpa".
-
-    Args:
-        model: the model, which changes in place.
-        quantizer: one quantizer for all modules, or a function (path, module) that returns a module's quantizer or
-            None.
+    If the attention implementation in a model's `config` is "sdpa", it becomes "fewbit", which computes the same result. For other models
+    with the same `config`, "fewbit" runs "sdpa". `quantizer` may be a function (path, module) that returns a module's quantizer or None.
 
     Returns:
-        The paths of the attention modules that use "fewbit", and {path: reason} of the models that have attention and
-        cannot use it.
+        The paths of the attention modules that use "fewbit", and {path: reason} of the models that have attention and cannot
+        use it.
     """
     reached, left = [], {}
     configs, reported = {}, set()

@@ -17,10 +17,9 @@ class Unit(NamedTuple):
     """One way in which transformers writes the forward of a gated unit.
 
     Attributes:
-        act: the name of the attribute that is the activation; None if the unit always has the same activation.
+        act: the name of the attribute that is the activation; None if the unit always has the same one.
         source: the source of the forward, by which the class is recognized.
-        forward: a function (module, x, product) that returns the result, where product(gate, up) returns act(gate) *
-            up.
+        forward: a function (module, x, product) that returns the result, where product(gate, up) returns act(gate) * up.
         activation: the name of the activation if `act` is None.
     """
 

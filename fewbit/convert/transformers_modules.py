@@ -1,7 +1,6 @@
 """Adapted classes: subclasses of transformers' module classes that save quantized tensors.
 
-Every model defines its own classes for the same few computations, so `becomes` recognizes them by the source of their
-forward. transformers is not imported unless the process has imported it already.
+Every model defines its own classes for the same few computations, so `becomes` recognizes them by the source of their forward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Make a `Function` from a user's activation f, written in NumPy, in torch, or for single floats.
 
-The derivative is the user's or autograd's, compared with f at about 130,000 points (1e-7 of max |f'|) and then treated as exact, or
-else that of a piecewise polynomial, with an estimated error of at most 1e-10 of max |f'|. The estimate assumes that no feature of f
-is narrower than 1/65,536 of the domain.
+The derivative is the user's or autograd's, compared with f at about 130,000 points (1e-7 of max |f'|) and then treated as exact, or else
+that of a piecewise polynomial, with an estimated error of at most 1e-10 of max |f'| (docs/concepts/solver.md).
 """
 
 import importlib
@@ -49,8 +48,7 @@ def resolve(
     """Return the `Function` for anything that `fewbit.solve` accepts as a function, with its arguments of the same names.
 
     Raises:
-        FunctionError: The function is unknown or cannot be used; or `derivative` or `kinks` is given for a name or a
-            `Function`; or `parameters` are given for anything but a name.
+        FunctionError: The function or an argument for it cannot be used.
     """
     known = isinstance(function, Function) or (isinstance(function, str) and ":" not in function)
     if known and (derivative is not None or kinks is not None):
@@ -129,10 +127,7 @@ def from_callable(
 
 
 def import_callable(path: str) -> Callable:
-    """Import and return a callable. The current directory is added to sys.path, as with python -m.
-
-    Args:
-        path: "package.module:function".
+    """Import and return the callable at "package.module:function". The current directory is added to sys.path, as with python -m.
 
     Raises:
         FunctionError: The path has another form, the import fails, or the object is not callable.

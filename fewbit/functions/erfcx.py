@@ -71,7 +71,7 @@ def _series(x: np.ndarray) -> np.ndarray:
 def gauss(x: np.ndarray) -> np.ndarray:
     """Return exp(-x**2 / 2) for |x| <= 40.
 
-    x is split into a head with at most 18 bits, whose square is exact, and a rest; rounding x**2 would cost up to 1e-13.
+    x is split into a head with at most 18 bits, whose square is exact, and a rest: rounding x**2 would cost 1e-13.
     """
     head = np.rint(x * 4096.0) / 4096.0
     return np.exp(-0.5 * head * head) * np.exp(-0.5 * (x - head) * (x + head))

@@ -50,9 +50,7 @@ MODULES: dict[str, str] = {}
 def named(module: str | None) -> Callable:
     """Return a decorator that registers a builder, which makes a `Function` from parameters, under its Python name.
 
-    Args:
-        module: The name of the activation's class in `fewbit.nn.activations`, or None. `compress_` converts modules of the
-            class of this name in torch.nn.
+    `module` is the name of the activation's class in `fewbit.nn.activations`, or None. `compress_` converts torch.nn's class of this name.
     """
 
     def register(builder: Callable[..., Function]) -> Callable[..., Function]:
@@ -102,7 +100,7 @@ def make_function(
         derivative: The formula of f', under the same conditions.
         slopes: The limits of f' at minus and plus infinity.
         reference: The definition of f.
-        kinks: The points at which f' is not smooth, in any order.
+        kinks: The points at which f' is not smooth.
         domain: The interval on which a table approximates f' by default; None for `domain_around(*kinks)`.
         even: Whether f' is even.
     """

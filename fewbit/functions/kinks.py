@@ -1,7 +1,7 @@
 """Find the kinks of a function of one number: the points at which the function or one of its derivatives jumps.
 
-`jumps` halves intervals down to adjacent floats. `find_bends` approximates the function by polynomials on panels: no polynomial
-approximates a corner, and the kink is placed where polynomials fitted on both sides of the remaining gap meet.
+`jumps` halves intervals down to adjacent floats. `find_bends` approximates the function by polynomials on panels: none approximates a
+corner, and the kink is placed where polynomials of both sides of the remaining gap meet.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def find_bends(
         ({point: order of the lowest derivative that jumps there, 1 to 3, or 1 if g itself jumps}, the polynomials).
 
     Raises:
-        Unresolved: If order is 1 and polynomials cannot approximate the derivative of g closely enough near some x.
+        Unresolved: With order 1, polynomials cannot approximate the derivative of g closely enough near some x.
     """
     found: dict[float, int] = {}
     extent = domain[1] - domain[0]

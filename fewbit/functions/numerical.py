@@ -89,7 +89,7 @@ def _is_straight(value: Flat, level: float, left: float, right: float) -> bool:
 def limit_of_slope(value: Flat, slope: Flat, sign: float) -> float:
     """Return the limit of f' at sign * infinity, estimated from f' at sign times 1e3, 1e4, 1e5 and 1e6.
 
-    It is an infinity if these values keep growing, and nan if neither they nor their Aitken extrapolations settle.
+    It is infinite if these values keep growing, and nan if neither they nor their Aitken extrapolations settle.
     """
     x = sign * np.array([1e3, 1e4, 1e5, 1e6])
     between = sign * 1e5 * np.sqrt([3.0, 19.0, 61.0, 211.0, 1117.0])

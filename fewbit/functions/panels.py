@@ -1,7 +1,7 @@
 """Approximate a function f of one number by polynomials on intervals, which are called panels.
 
 On each panel f is interpolated at 20 and at 28 Chebyshev points, spread over the panel and a quarter of its width on both sides. A panel
-is kept if the two interpolants, or their derivatives, agree with each other, and the second with f at an even mesh; else it is halved.
+is kept if the interpolants, or their derivatives, agree, and the second with f at an even mesh; else it is halved.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def resolve_panels(
         narrowest: Panels of at most this fraction of the domain are kept even if inaccurate, so f may have kinks.
 
     Raises:
-        Unresolved: If a panel would have to be narrower than floats allow, or more than 8,192 panels would be needed.
+        Unresolved: A panel would have to be narrower than floats allow, or more than 8,192 would be needed.
     """
     judge = _Judge(f, segments, tolerance, order, narrowest)
     left, right = (np.array(ends) for ends in zip(*segments, strict=True))
@@ -238,8 +238,6 @@ class Side:
     """A polynomial that approximates a function f on one side of a point, a Chebyshev series in t = (x - center) / half.
 
     Attributes:
-        center: The center of the interval of x.
-        half: Half of its length.
         coefficients: The series, (terms,).
         errors: The estimated errors of the polynomial and of its derivative.
         size: The largest |f| that was found in the interval.
@@ -323,7 +321,7 @@ class _Fits:
         )
 
     def missed(self, samples, values, panels, slope):
-        """Return the largest |residual|, polynomial minus f, and its largest change between neighboring samples, in the given panels (m,).
+        """Return the largest |polynomial - f|, and its largest change between neighboring samples, in the given panels (m,).
 
         `slope` times the distance of the samples is subtracted from the changes, down to 0.
         """

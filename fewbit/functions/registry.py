@@ -69,11 +69,7 @@ def aliases() -> Mapping[str, str]:
 
 
 def canonical(name: str) -> str:
-    """Return the canonical name for a name or an alias.
-
-    Raises:
-        FunctionError: The name is unknown. The message suggests similar names.
-    """
+    """Return the canonical name for a name or an alias. Raise FunctionError, with similar names, for another one."""
     if not isinstance(name, str):
         raise FunctionError(f"expected the name of a function, got {type(name).__name__}")
     if name in _BUILDERS:
@@ -95,8 +91,7 @@ def get(name: str, parameters: Mapping[str, float] | None = None) -> Function:
         parameters: Parameters by torch's names, with torch's defaults; `threshold`, which has none, gets threshold=0 and value=0.
 
     Raises:
-        FunctionError: The name or a parameter is unknown, or the value of a parameter is not finite, not allowed for
-            this function or too large.
+        FunctionError: The name or a parameter is unknown, or a parameter's value is not finite or not allowed.
     """
     name = canonical(name)
     resolved = _resolved(name, parameters or {})

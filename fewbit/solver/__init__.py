@@ -1,4 +1,4 @@
 """The solver computes the best table for a function f and a number of levels, and a lower bound on the error of any such table.
 
-`solve.py` calls the stages in order. docs/concepts/solver.md explains the options.
+docs/concepts/solver.md explains the stages, which `solve.py` calls in order.
 """

@@ -30,8 +30,6 @@ class Cells:
     """n cells in ascending x. Every attribute is float64 (n,).
 
     Attributes:
-        left: The left ends.
-        right: The right ends.
         value_left: The limit of f' at the left end from inside.
         value_right: The limit of f' at the right end from inside.
         mass: The integral of w, not 0.
@@ -101,7 +99,6 @@ class Landscape:
     Attributes:
         derivative: f', a function of float64 arrays. It raises FunctionError for a value that is not finite.
         weight: The weight w, a `ScaledWeight`. Masses and errors of cells are those of the scaled weight.
-        domain: The two ends of the domain.
         kinks: The kinks of f' in the domain, ascending.
         weight_edges: The points at which w jumps, ascending.
         mesh: Points that are dense enough to find every extremum of f'.
@@ -220,7 +217,7 @@ class Landscape:
 def survey(derivative, kinks, weight, domain, name="f'", *, panels=(), accuracy=0.0):
     """Locate the extrema of f', and make the `Landscape` of a problem.
 
-    `panels` are the ends of the polynomials that approximate f', if any, and `accuracy` is the largest error of `derivative`.
+    `panels` are the ends of the polynomials that approximate f', if any, and `accuracy` bounds the error of `derivative`.
 
     Raises:
         FunctionError: f' is not finite somewhere on the domain, or is too small or varies too fast for the solver.

@@ -1,8 +1,8 @@
 """Find the step function q with the smallest maximum of |f' - q|, by solving covering problems.
 
 In form "levels", K intervals of length 2r must cover all values of f'; in form "intervals", K pieces on each of which f' varies by at
-most 2r must cover the domain. Covering greedily from one end decides exactly whether r suffices. Bisection finds the smallest
-sufficient r to the last bit; the largest insufficient one is the lower bound.
+most 2r must cover the domain. Greedy covering from one end decides whether r suffices. Bisection finds the smallest sufficient r to
+the last bit; the largest insufficient one is the lower bound.
 """
 
 from __future__ import annotations

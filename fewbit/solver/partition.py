@@ -1,14 +1,10 @@
-"""The optimal partition of a weighted sequence into K segments, and of weighted values into K levels.
+"""The optimal partition of a weighted sequence into K segments, and of weighted values into K levels (docs/concepts/solver.md).
 
 `form="intervals"` keeps the order (Few-bit Backward, eq. 9). `form="levels"` sorts the values first (weighted one-dimensional
-k-means), which makes costs Monge. With D_k(i) the least cost of k segments of the first i items,
+k-means), which makes costs Monge. For n items, the memory is O(n (K + log n)).
 
-    D_k(i) = min over j <= i of D_{k-1}(j) + cost(j, i)
-
-The time is O(n^2 K) for intervals in the worst case and O(n K log n) for levels; the memory is O(n (K + log n)).
-
-Pruning does not change the result. If breaks k - 1 and k are in the blocks h and g of positions [a, b], the segment between them
-contains at least the items from b_h to a_g. So with
+Pruning does not change the result. Let L_{k-1}(h) be a lower bound of the cost before break k - 1, if this break is in the block h of
+positions [a, b]. If break k is in the block g, the segment between them contains at least the items from b_h to a_g. So with
 
     L_k(g) = min over h <= g of L_{k-1}(h) + cost(b_h, a_g)
 
@@ -39,7 +35,6 @@ class Effort:
     """The threads of a search, and a function that reports progress.
 
     Attributes:
-        threads: The number of threads.
         progress: Called as `progress(stage, done, total)`.
     """
 

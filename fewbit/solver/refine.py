@@ -5,8 +5,8 @@ pieces of level k. A break between levels l and r is at f' = (y_l + y_r) / 2 and
 
     H = 2 diag(M) - 1/2 sum over breaks of (w / |f''|) |y_r - y_l| (e_l + e_r)(e_l + e_r)^T.
 
-Newton steps are tried first, then Lloyd's step, which cannot raise the error. A step is accepted if it lowers the error, or changes
-it by rounding only and makes the gradient smaller.
+Newton steps are tried first, then Lloyd's step, which cannot raise the error. A step has to lower the error, or the
+gradient at equal errors up to rounding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Solution:
 
     Attributes:
         levels: float64 (K,).
-        steps: The pieces, a `Steps`.
         error: The integral of (f' - q)**2 w.
         residual: The largest |dL/dy_k| over the levels that are not pinned.
     """
@@ -103,12 +102,8 @@ class ContiguousPieces:
 def refine(pieces, levels, steps, fixed, *, most_steps=_MOST_STEPS):
     """Improve levels until the error is stationary.
 
-    Args:
-        pieces: A `NearestPieces` or `ContiguousPieces`.
-        levels: (K,), the levels to start from.
-        steps: The pieces to start from.
-        fixed: bool (K,), the levels that are pinned.
-        most_steps: The largest number of iterations.
+    `pieces` is a `NearestPieces` or `ContiguousPieces`. The search starts with `levels` (K,) and `steps`; `fixed`, bool (K,), are the
+    pinned levels.
     """
     landscape, cells = pieces.landscape, pieces.cells
     free = ~fixed

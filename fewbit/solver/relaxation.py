@@ -68,8 +68,7 @@ class Atoms:
 def two_point_atoms(cells):
     """Replace every cell by two atoms, in the order in which f' passes them, and merge equal neighbors.
 
-    Returns:
-        The `Atoms`, and float64 (n,), the largest x merged into each; `Atoms.x` has the smallest.
+    Return the `Atoms`, and float64 (n,), the largest x merged into each; `Atoms.x` has the smallest.
     """
     low, high = cells.lowest, cells.highest
     width = high - low
@@ -212,7 +211,6 @@ class Zone:
         items: The `Items` of the zone.
         first: The level of the first segment, or None if it is free.
         last: The level of the last segment, or None if it is free.
-        effort: The threads and the progress function.
         monge: Whether the items are sorted by value.
     """
 

@@ -1,9 +1,8 @@
-"""Compute the cost of a segment of a sequence in constant time and without cancellation.
+"""Compute the cost of a segment of a sequence in constant time and without cancellation (docs/decisions/0002).
 
-The cost is the weighted sum of squared deviations from the segment's mean. Prefix sums (Few-bit Backward, appendix G, eq. 11) lose
-all digits if the values are large. Here a *disjoint sparse table* stores, for every l and every item, the mass W, the mean M and the
-spread S of the run between the item and the middle of its block of 2**(l+1) items. Every segment of at least two items is the union
-of two such runs, so
+The cost is the weighted sum of squared deviations from the segment's mean (Few-bit Backward, appendix G, eq. 11). A *disjoint sparse
+table* stores, for every l and every item, the mass W, the mean M and the spread S of the run between the item and the middle of its
+block of 2**(l+1) items. Every segment of at least two items is the union of two such runs, so
 
     cost = S_left + S_right + W_left W_right / (W_left + W_right) (M_left - M_right)**2,
 

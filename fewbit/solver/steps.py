@@ -33,7 +33,7 @@ class Totals:
 
     Attributes:
         mass: (K,), the integral of w over the pieces of every level.
-        first: (K,), the integral of f' w over the pieces of every level.
+        first: (K,), that of f' w.
         error: The integral of (f' - q)**2 w.
     """
 

@@ -8,8 +8,7 @@ For levels other than the first and the last,
 
     dE/dy_k = integral over (y_{k-1}, y_k) of (v - y_{k-1}) w - integral over (y_k, y_{k+1}) of (y_{k+1} - v) w.
 
-ZipML (Zhang et al., ICML 2017) finds such levels in quadratic time; the costs are Monge (QUIVER, 2024), so the solver divides and
-conquers.
+ZipML (Zhang et al., ICML 2017) finds such levels in quadratic time. The costs are Monge (QUIVER, 2024).
 """
 
 from __future__ import annotations

@@ -127,14 +127,8 @@ class Normal(Weight):
 class Scales(Weight):
     """A mixture of normal densities with mean 0, whose standard deviation s has a uniformly distributed logarithm.
 
-    w(x) is the integral of N(x; 0, s) ds / s from s = `low` to `high`, divided by log(high / low).
-
-    Args:
-        low: The least standard deviation.
-        high: The largest one.
-
-    Raises:
-        WeightError: The numbers are not as described.
+    w(x) is the integral of N(x; 0, s) ds / s from s = `low` to `high`, divided by log(high / low). A WeightError says that
+    these ends cannot be used.
     """
 
     def __init__(self, low=0.03, high=10.0):
@@ -308,12 +302,7 @@ class Histogram(Weight):
 
 
 class Density(Weight):
-    """A user's density: a callable for float64 arrays, finite and not negative on the domain.
-
-    Args:
-        function: The callable.
-        name: The name of the callable, for error messages and the JSON document.
-    """
+    """A user's density: a callable for float64 arrays, finite and not negative on the domain."""
 
     def __init__(self, function, name):
         self._function, self._name = function, name

@@ -1,4 +1,4 @@
-"""Checks of a table's fields. A function `checked_*` returns the value as a table stores it; all raise TableError with the field and index."""
+"""Checks of a table's fields. `checked_*` return the value as a table stores it; all raise TableError with the field and index."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TAILS = ("free", "pinned")
 SIDES = ("right", "left")
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MOST_PIECES = 2**14
-"""Largest number of pieces of a table and of knots of a stand-in."""
+"""The most pieces of a table and knots of a stand-in."""
 MOST_BINS = 2**16
-"""Largest number of bins of a histogram weight."""
+"""The most bins of a histogram weight."""
 MOST_CHARACTERS = 200
-"""Largest length of a name; schema/table-1.json repeats these limits."""
+"""The most characters of a name; schema/table-1.json repeats these limits."""
 MOST_COUNT = 2**53
 """Largest revision and number of grid cells, an integer that float64 represents exactly."""
 WEIGHT_FIELDS = ("kind", "mean", "std", "low", "high", "edges", "density", "name")

@@ -30,11 +30,7 @@ def load_file(path: str | os.PathLike) -> list[Table]:
 
 
 def loads(text: str, where: str = "table") -> list[Table]:
-    """Read the tables in JSON text of either schema. Error messages begin with `where`.
-
-    Raises:
-        TableError: The text is not a valid document.
-    """
+    """Read the tables in JSON text of either schema. Error messages begin with `where`."""
     document = parse_json(text, f"{where}: ", TableError)
     if check_schema(document, f"{where}: ", (schema.TABLE, schema.TABLES)) == schema.TABLE:
         return [read_table(document, f"{where}: ")]
@@ -50,11 +46,7 @@ def loads(text: str, where: str = "table") -> list[Table]:
 
 
 def dumps_tables(function: str, tables: Sequence[Table]) -> str:
-    """Return several tables of one function as JSON text.
-
-    Raises:
-        TableError: A table is of another function.
-    """
+    """Return several tables of one function as JSON text."""
     _check_same_function(checked_function(function), tables)
     listed = ",\n".join("    " + table.dumps().replace("\n", "\n    ") for table in tables)
     head = {"schema": schema.TABLES, "function": function}
@@ -69,13 +61,7 @@ def dumps_tables(function: str, tables: Sequence[Table]) -> str:
 def save_tables(
     path: str | os.PathLike, function: str, tables: Sequence[Table], force: bool = False
 ) -> None:
-    """Write several tables of one function to a file, completely or not at all. `force` allows to overwrite.
-
-    Raises:
-        TableError: A table is of another function.
-        OutputExistsError: The path exists, and `force` is false.
-        FewbitError: The file cannot be written.
-    """
+    """Write several tables of one function to a file, completely or not at all. Errors are those of `Table.save`."""
     write_atomic(path, dumps_tables(function, tables) + "\n", force=force)
 
 

@@ -1,7 +1,6 @@
 """The pieces of a step function q, and the stand-in of an unbiased table: the piecewise linear function that replaces f'.
 
-A "right" break belongs to the piece before it, a "left" break to the piece after it. M is the number of pieces, K that of levels and n that
-of knots, the corners of the stand-in.
+M is the number of pieces, K that of levels and n that of knots, the corners of the stand-in.
 """
 
 from __future__ import annotations
@@ -25,12 +24,9 @@ from fewbit.table.checks import (
 
 
 def locate(x, breaks, closed: Sequence[str] | None = None) -> np.ndarray:
-    """Return the index of the piece that contains x, int64 in [0, M-1] of x's shape. NaN is in the last piece.
+    """Return the index of the piece that contains x, int64 in [0, M-1] of x's shape.
 
-    Args:
-        x: Numbers of any shape.
-        breaks: float64 (M-1,), ascending.
-        closed: M-1 strings, "right" or "left". None means "right" for all.
+    NaN is in the last piece. Breaks are float64 (M-1,), ascending; `closed` None means "right" for all.
     """
     limits = np.asarray(breaks, np.float64)
     if closed is not None and "left" in closed:
@@ -61,7 +57,7 @@ class Rounded(NamedTuple):
     Attributes:
         breaks: (M-1,), rounded by `round_breaks`.
         levels: (K,).
-        points: The x of the knots (n,), rounded like breaks; like all below None for a table without knots.
+        points: The x of the knots (n,), rounded like breaks; None, as all below, without knots.
         values: The values of the stand-in at the knots (n,).
         slopes: The slopes of the stand-in between knots (n-1,).
         inverse_gaps: 1 / (levels[k+1] - levels[k]), (K-1,).

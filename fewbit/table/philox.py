@@ -61,7 +61,7 @@ def seed_key(seed) -> tuple[np.ndarray, np.ndarray]:
 
 
 def uniform(seed, index) -> np.ndarray:
-    """Draw float32 numbers in [0, 1) of the shape of `index`: the top 24 bits of the first word of `philox4x32`, times 2**-24.
+    """Draw float32 numbers in [0, 1): the top 24 bits of the first word of `philox4x32`, times 2**-24.
 
     The counter of element e is (e mod 2**32, e div 2**32, 0, 0), and the key is (seed mod 2**32, seed div 2**32).
     """

@@ -1,4 +1,4 @@
-"""Pictures of tables. matplotlib is imported only when a picture is drawn, pyplot never."""
+"""Pictures of tables, which import matplotlib when they are drawn, and pyplot never."""
 
 from __future__ import annotations
 
@@ -126,11 +126,7 @@ def plot_table(table: Table, path: str | os.PathLike | None = None, ax=None, for
 def plot_grid(tables: Sequence[Table], path: str | os.PathLike | None = None, force: bool = False):
     """Draw tables, a row for each function and a column for each form and number of bits. Return the matplotlib Figure.
 
-    `path` and `force` are those of `Table.plot`. Of several tables with the same function, form and bits, the last one is drawn.
-
-    Raises:
-        OutputExistsError: The file exists, and `force` is false.
-        FewbitError: There is no table, the path has another ending, or matplotlib is not installed.
+    Arguments and errors are those of `Table.plot`. Of several tables for one place, the last one is drawn.
     """
     cells = {(describe_function(table), (table.form, table.bits)): table for table in tables}
     if not cells:

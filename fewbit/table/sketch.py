@@ -18,10 +18,7 @@ MARGIN = 9  # columns left of the picture: a label of up to 7 characters, a blan
 def sketch(table, width: int = 72, height: int = 16) -> str:
     """Draw q as bars, and f' (or the stand-in of an unbiased table) as braille dots, over the part of the domain in which they change.
 
-    Args:
-        table: A `fewbit.Table`.
-        width: Width of the picture with axis and labels, in characters; at least 24.
-        height: Height of the picture with axis and legend, in lines; at least 6.
+    `width`, at least 24, and `height`, at least 6, count characters, with axes and legend.
     """
     columns, rows = max(width, 24) - MARGIN, max(height, 6) - 3
     function = table.activation

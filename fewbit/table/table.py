@@ -74,7 +74,7 @@ class Table:
         bits: Bits per element, 1 to 8. K is at most 2**bits.
         form: "levels" (pieces may share a level) or "intervals" (every piece has its own).
         objective: "mse", "unbiased" or "minimax".
-        weight: The density w(x) by which squared errors count, as the dict of a table document.
+        weight: The density w(x) by which squared errors count, as a dict.
         domain: The interval [a, b] on which the error is measured.
         tails: "pinned" if q has the limits of f' at infinity outside the domain, else "free".
         levels: float64 (K,), ascending for form "levels", in the order of the pieces for "intervals".
@@ -85,8 +85,8 @@ class Table:
         lower_bound: A proven lower bound on the error of any table with the same function, form, number of levels,
             weight, domain, tails and objective.
         relative_error: The root of: error / (the integral of f'**2 w). For "minimax": error / (the largest |f'|).
-        solver: A dict about the solver's run: version and grid, perhaps status and seconds.
-        revision: The revision of a shipped table, which is raised when the table's numbers change.
+        solver: A dict about the solver's run, as `fewbit.solve` returns it.
+        revision: The revision of a shipped table's numbers.
         closed: M-1 strings, by default all "right": a break belongs to the piece before it ("right") or after it ("left").
         knots: The stand-in of an unbiased table, a piecewise linear function that replaces f', else None.
         knots_error: A bound on |f' - stand-in|, or None.
@@ -170,7 +170,7 @@ class Table:
         """Draw the index of a level for every element of x, with the float32 operations of every backend (docs/reference/table_schema.md).
 
         Args:
-            x: Numbers of any shape, which are rounded to float32. Elements are numbered in C order.
+            x: Numbers of any shape, rounded to float32 and numbered in C order.
             seed: An integer in [-2**63, 2**64).
 
         Returns:
@@ -214,8 +214,8 @@ class Table:
     def activation(self) -> functions.Function | None:
         """The `fewbit.functions.Function` whose derivative q approximates, or None if it is not known.
 
-        It is the function that `with_activation` set or that was solved, else the built-in one with the table's name. A name in a table is
-        never imported, since the file may be untrusted.
+        It is the function that `with_activation` set or that was solved, else the built-in one of this name. A name in a file
+        is never imported.
         """
         if self._function is not None:
             return self._function
@@ -347,7 +347,7 @@ class Table:
 
         Args:
             path: A .png or .svg file in which the picture is also saved, or None.
-            ax: The matplotlib axes into which f' and q are drawn, without their difference. None means a new figure.
+            ax: The matplotlib axes for f' and q, without their difference. None means a new figure.
             force: Whether an existing file may be overwritten.
 
         Raises:
@@ -389,11 +389,7 @@ def format_json(document: Mapping) -> str:
 
 
 def check_schema(document: Any, prefix: str, known: tuple[str, ...]) -> str:
-    """Return the name of a document's schema. Error messages begin with `prefix`.
-
-    Raises:
-        TableError: The document is not an object, or its schema is not in `known`.
-    """
+    """Return the name of a document's schema. Raise TableError, beginning with `prefix`, if it is not in `known`."""
     if not isinstance(document, Mapping):
         raise TableError(f"{prefix}expected an object with a table, got {shorten(document)}")
     name = document.get("schema")

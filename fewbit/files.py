@@ -22,12 +22,7 @@ def cache_folder(kind: str) -> Path | None:
 
 
 def check_writable(path: str | os.PathLike, force: bool = False) -> None:
-    """Check that `write_atomic` can write a file, before its data is computed.
-
-    Raises:
-        OutputExistsError: The path exists, and `force` is false.
-        FewbitError: The path is not a regular file, or its directory does not exist or is not writable.
-    """
+    """Check that `write_atomic` can write a file, or raise its exceptions, before the data is computed."""
     target = _target_of(path, force)
     if not target.parent.is_dir():
         raise FewbitError(f"{path}: expected a path in an existing directory")

@@ -21,9 +21,9 @@ from fewbit.runtime.quantizers.spec import SavedTensors, map_affine
 class Noise:
     """Decides which tensors a backward pass rounds, and with which random numbers.
 
-    All tensors that one module saves of its inputs, a *context* named by the module's path, are rounded together or not
-    at all. `path` is a function that returns the path of the module that runs now. `contexts` is {name: number of
-    tensors saved in it}, in the order of the first tensors.
+    All tensors that one module saves of its inputs, a *context* named by the module's path, are rounded together or not at
+    all. `path()` is the path of the module that runs now. `contexts` is {name: number of tensors saved in it}, in the order
+    of the first tensors.
     """
 
     def __init__(self, seed: int, path: Callable[[], str]):

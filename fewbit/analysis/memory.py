@@ -96,12 +96,7 @@ class ModelMemory:
         return self.activation_bytes - self.nonlinear_bytes + packed
 
     def max_batch(self, saved: float, device_bytes: int) -> int:
-        """Return the largest batch whose saved bytes fit on a device together with COPIES times the bytes of the model.
-
-        Args:
-            saved: The bytes that a forward with `batch` samples saves.
-            device_bytes: The memory of the device in bytes.
-        """
+        """Return the largest batch that fits on a device with COPIES times the model's bytes; `saved` is for `batch` samples."""
         return max(0, int((device_bytes - COPIES * self.model_bytes) * self.batch // saved))
 
 
@@ -124,8 +119,8 @@ def measure(
         name: One of the names that `fewbit.models.names` returns.
         size: The side of the images in pixels, or the number of tokens, 256 by default.
         batch: The number of samples.
-        activation: A key of ``fewbit.models.activations.FACTORIES``; None for the architecture's own activation; with
-            ``"paper"``, GELU replaces ReLU.
+        activation: A key of ``fewbit.models.activations.FACTORIES``, None for the model's own, or ``"paper"``: GELU
+            replaces ReLU.
         dropout: Whether dropout is on. In the paper it is off.
 
     Raises:
@@ -215,7 +210,7 @@ class MemoryReport(Result):
     Attributes:
         measurements: A `ModelMemory` for each model.
         device_bytes: The memory of the device in bytes.
-        bits: The bits per element of few-bit activations for which the largest batches are computed.
+        bits: The bits per element of few-bit activations for the largest batches.
     """
 
     measurements: tuple[ModelMemory, ...]
@@ -364,14 +359,14 @@ def memory(
 
     Args:
         names: Names of models; None: every model.
-        bits: Numbers of bits per element that few-bit activations save, each from 1 to 8.
+        bits: Bits per element of few-bit activations, each from 1 to 8.
         device_bytes: The memory of the device in bytes.
         image_size: The side of the images in pixels.
         sequence_length: The number of tokens, for models of text.
         batch: The number of samples in the measured forward.
         activation: As in `measure`.
         dropout: As in `measure`.
-        progress: None, or a function that is called as ``progress(what, done, total)`` before each measurement.
+        progress: Called as ``progress(what, done, total)`` before each measurement.
     """
     names = [models.resolve(name) for name in names or models.names()]
     names = list(dict.fromkeys(names))

@@ -42,8 +42,7 @@ def saved_bytes(model: Callable, *inputs: Any, **kwargs: Any) -> SavedBytes:
     (docs/guides/meter.md).
 
     Args:
-        model: A torch.nn.Module, or any callable, for whose modules, in its closure, globals or attributes, bytes are
-            counted.
+        model: A torch.nn.Module, or a callable with modules in its closure, globals or attributes.
         *inputs: The arguments of the model. If the forward saves a slice of a larger tensor, the whole storage counts.
         **kwargs: The keyword arguments of the model.
 
@@ -130,11 +129,7 @@ def _named_modules(roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 @dataclass
 class _Storage:
-    """One storage and the modules that saved it.
-
-    `views` is {identity of a view: its bytes}, and `savers` {module: pairs (token, plain tensor)}, in the order of
-    saving.
-    """
+    """One storage, with {identity of a view: its bytes} and {module: pairs (token, plain tensor)}, in the order of saving."""
 
     kind: str
     bytes: int

@@ -18,11 +18,11 @@ from fewbit.schema import VARIANCE_PROFILE
 from fewbit.sizes import counted
 
 MOST_LABEL = 34
-"""The largest number of characters of a path in the picture."""
+"""The most characters of a path in the picture."""
 MOST_FAR = 3
-"""The largest number of pairs (context, other module) that a note names."""
+"""The most pairs (context, other module) that a note names."""
 DECADES = 8
-"""The largest number of powers of ten that the colors of the picture span."""
+"""The most powers of ten that the colors of the picture span."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -34,7 +34,6 @@ class VarianceProfile(Document):
     name that ends in `_error`, NaN if there was only one measurement.
 
     Attributes:
-        model: The class name of the model.
         contexts: The paths of the C modules whose saved tensors are rounded, in the order of the forward; "" for the
             model itself.
         parameters: The paths of the P modules that own parameters which require grad, in the order of the forward.

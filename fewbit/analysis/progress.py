@@ -13,12 +13,7 @@ INTERVAL = 15.0
 
 
 class StepsProgress:
-    """The progress of a measurement on standard error, after PATIENCE seconds a bar, or a line every INTERVAL seconds.
-
-    Args:
-        name: The text beside the bar.
-        is_asked: Whether the user wants to see progress.
-    """
+    """The progress of a measurement on standard error, after PATIENCE seconds a bar, or a line every INTERVAL seconds."""
 
     def __init__(self, name: str, is_asked: bool):
         self._name, self._is_asked = name, is_asked

@@ -1,7 +1,7 @@
 """The recorder, which lists the tensors that autograd saves in a forward, and the modules that were running.
 
-A saved-tensor hook gives autograd a *token* to hold in place of each tensor. The tokens that exist after the forward
-stand for the tensors that the backward pass would find.
+A saved-tensor hook gives autograd a *token* in place of each tensor. The tokens that exist after the forward stand for the tensors
+that the backward pass would find.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Token(Metered):
     Attributes:
         tensor: the saved tensor, detached.
         tensors: `tensor`, or the tensors of a copy that replaces it.
-        place: the module that was running when the tensor was saved.
+        place: the module that saved the tensor.
         origin: "leaf" if the tensor is a leaf that requires grad, or a view of one; "cast" if it is a copy of a leaf in
             another dtype; else "".
-        node: the name of an autograd node that holds the token, "" if no such node is known.
+        node: the name of an autograd node that holds the token, or "".
         has_fewbit_node: whether a node of an autograd Function or op of fewbit holds the token.
     """
 

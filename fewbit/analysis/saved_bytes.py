@@ -18,13 +18,13 @@ from fewbit.sizes import counted
 
 MOST_BARS = 14
 MOST_LABEL = 36
-"""The largest number of characters of a bar's name."""
+"""The most characters of a bar's name."""
 STATE = ("parameter", "buffer")
 """The kinds of storages that exist even if they are not saved."""
 IN_FULL = ("activation", "integer", "mask")
 """The kinds of storages that fewbit could save with fewer bytes."""
 MOST_LEFT = 4
-"""The largest number of lines about tensors in full below the table."""
+"""The most lines about tensors in full below the table."""
 LEAST_LEFT = 0.01
 """The least part of the total for which there is such a line."""
 NOTHING = (
@@ -51,8 +51,7 @@ class Entry:
     """One storage, the memory of a tensor and its views, as one module saved it.
 
     Attributes:
-        module: The dotted path of the innermost module that was running, "" for the model itself and for code outside
-            of modules.
+        module: The dotted path of the innermost running module, "" for the model itself and for code outside of modules.
         module_type: The name of the module's class.
         kind: activation, input, integer, mask, packed, range, statistic, cast, parameter or buffer
             (docs/guides/meter.md).
@@ -61,11 +60,11 @@ class Entry:
         device: The device of the first saved tensor.
         bytes: The size of the whole storage; 0 if an earlier module saved it.
         viewed_bytes: An upper bound of the bytes of the storage that the saved tensors of all modules occupy.
-        saves: The number of tensors in this storage that this module saved.
-        node: The name of an autograd node that holds the storage, "" if no such node is known.
+        saves: The number of tensors in it that this module saved.
+        node: The name of an autograd node that holds the storage, or "".
         first_saver: The earlier module that saved the storage, or None.
         shared_with: The modules that saved the storage later.
-        reason: Why a compressed model saves the storage in full, and the setting that would compress it; else "".
+        reason: Why a compressed model saves the storage in full, and the setting that would compress it; or "".
     """
 
     module: str
@@ -85,7 +84,7 @@ class Entry:
 
 @dataclass(frozen=True, repr=False)
 class SavedBytes(Result):
-    """The storages that one forward of a model saves for backward, in the order in which they were saved.
+    """The storages that one forward of a model saves for backward, in the order of saving.
 
     Attributes:
         model: The class name of the model.
@@ -242,7 +241,7 @@ class SavedBytes(Result):
         """Draw the bytes as horizontal bars, divided by kind, largest first.
 
         Args:
-            path: Also save the figure in this file, whose name ends in .png or .svg.
+            path: Also save the figure in this .png or .svg file.
             by: "module_type" or "module": what each bar stands for.
             depth: With by="module", cut module paths to this number of parts.
             force: Replace the file if it exists.

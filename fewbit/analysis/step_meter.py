@@ -1,4 +1,4 @@
-"""The step meter, which counts the bytes that a step of the user's training has saved when its backward pass begins."""
+"""The step meter, which counts the bytes that a user's training step has saved when its backward pass begins."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StepMeter:
     saved-tensor hooks inside the step are called are not counted.
 
     Attributes:
-        total: the bytes of the latest step in which something was counted; None before.
+        total: the bytes of the latest counted step; None before.
     """
 
     def __init__(self):
@@ -49,7 +49,6 @@ class StepMeter:
         self._lock = threading.Lock()
 
     def __reduce__(self):
-        """A copy, such as that of a callback that is sent to another process, watches nothing."""
         return type(self), ()
 
     def begin(self, model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """The command line `fewbit`. Commands call the library and show its results.
 
-Files import only click at their top, and commands the rest when they run, so that `fewbit --help` and `fewbit solve` start quickly.
+Files import only click at their top, so that `fewbit --help` and `fewbit solve` start quickly.
 """
 
 from fewbit.cli import doctor, tables, training  # noqa: F401, adds their commands to the application

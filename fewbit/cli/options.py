@@ -95,13 +95,7 @@ def _unique(ctx, option, pairs):
 
 
 def output_options(what, *endings, required=False):
-    """Return a decorator that adds the options `--output` and `--force` to a command, and checks them before the command runs.
-
-    Args:
-        what: The content of the file, as the help text names it.
-        endings: The allowed endings of the file name, such as ".json".
-        required: Whether the option must be given.
-    """
+    """Return a decorator that adds the checked options `--output`, for a file with such an ending, and `--force` to a command."""
 
     def check(ctx, option, path):
         if path is None:

@@ -8,13 +8,10 @@ from fewbit.errors import FewbitError, FunctionError, TableError
 
 
 def select_tables(source, request, function, several):
-    """Return the one or more tables that the user selects.
+    """Return the tables that the user selects.
 
-    Args:
-        source: The name of a function, or the path of a file.
-        request: The options that describe a table, {name: value or None}.
-        function: For a file's tables of a function that is not built in: `package.module:name`, or None.
-        several: Whether more than one table may be selected.
+    `request` has the options that describe a table, and `function` is `package.module:name` for a file's tables of a
+    function that is not built in.
 
     Raises:
         FewbitError: No table is selected, or more than one although `several` is false.

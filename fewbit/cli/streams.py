@@ -56,7 +56,7 @@ class _Errors(_Output):
 def secure() -> None:
     """Replace sys.stdout and sys.stderr. A failed write raises `OutputLost` on stdout, and is ignored on stderr.
 
-    Characters that the encoding lacks become question marks. A closed stream becomes the null device, so that no file gets its number.
+    Characters that the encoding lacks become question marks, and a closed stream the null device.
     """
     closed = {number for number in (0, 1, 2) if _is_closed(number)}
     sys.stdout = _stream(_Output(-1 if 1 in closed else 1), sys.stdout)

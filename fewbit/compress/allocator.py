@@ -1,6 +1,6 @@
 """PyTorch's expandable segments, with which freed CUDA memory of one size can be used for tensors of another size.
 
-They take the place of ActNN's level L5 (section 5.2), which allocates large tensors without the caching allocator.
+They take the place of ActNN's level L5 (section 5.2).
 """
 
 from __future__ import annotations
@@ -99,14 +99,7 @@ def use_expandable_segments() -> AllocatorReport:
 
 
 def peak_memory(device=None) -> PeakMemory:
-    """Return the peaks of a GPU's memory since the last `torch.cuda.reset_peak_memory_stats`.
-
-    Args:
-        device: a CUDA device; None: the current one.
-
-    Raises:
-        InputError: `device` is not a CUDA device, or there is no GPU.
-    """
+    """Return the peaks of a GPU's memory since the last `torch.cuda.reset_peak_memory_stats`. Raise InputError for another device."""
     try:
         found = torch.device("cuda" if device is None else device)
     except (RuntimeError, TypeError):

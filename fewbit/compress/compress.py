@@ -198,9 +198,9 @@ def _settings_within(
 ) -> tuple[ResolvedSettings, dict]:
     """Find the settings with the largest average bits per element with which a forward pass fits a budget.
 
-    Whole numbers are tried in turn, because the bits of tensors that the policy does not choose, as those of
-    `everything`, follow from the average, rounded down. Returns also the sizes of the tensors whose bits the policy
-    chooses. Raises InputError if there are none, or if the budget is too small for 1 bit.
+    Whole numbers are tried in turn, because the bits of tensors that the policy does not choose follow from the average, rounded down.
+    Returns also the sizes of the tensors whose bits the policy chooses. Raises InputError if none has, or if the budget is too small for
+    1 bit.
     """
 
     def tried(whole):

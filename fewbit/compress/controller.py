@@ -1,4 +1,4 @@
-"""The controller: the object that `compress_` returns. It gives access to what was converted, chosen and measured."""
+"""The controller, which `compress_` returns: what was converted, chosen and measured."""
 
 from __future__ import annotations
 
@@ -99,8 +99,7 @@ class Controller:
             batch: a tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable,
                 is several batches.
             loss: called as ``loss(model, batch)`` with a copy of the model; returns a scalar tensor.
-            draws: the number of passes over each batch with independent rounding, at least 2; one exact pass comes on
-                top.
+            draws: the number of passes over each batch with independent rounding, at least 2.
             seed: the seed of dropout.
 
         Returns:
@@ -136,11 +135,7 @@ class Controller:
         return peak_memory(device)
 
     def state_dict(self) -> dict:
-        """Return what a resumed training needs to continue with the same bits, between steps.
-
-        Returns:
-            Plain numbers and strings, and tensors if you use `number_samples`; empty if bits are fixed.
-        """
+        """Return what a resumed training needs to continue with the same bits: plain values, and tensors if you use `number_samples`."""
         return {} if self._policy is None else self._policy.state_dict()
 
     def load_state_dict(self, state: dict) -> None:

@@ -23,7 +23,7 @@ def replace_activations_(
     exclude: Filter = (),
     verbose: bool = True,
 ) -> Report:
-    """Make the activation modules of torch.nn and transformers save `bits` bits per element, in place.
+    """Make the activation modules of torch.nn and transformers save `bits` bits per element, in place. Return the report.
 
     Activations whose derivative has only two values, such as ReLU, save 1 bit, which is exact.
 
@@ -33,9 +33,6 @@ def replace_activations_(
         include: the modules to convert, as in `fewbit.compress_`.
         exclude: the modules to leave as they are, in the same form.
         verbose: whether to print the report.
-
-    Returns:
-        The report, which lists the modules that were converted, and those that were not, with the reasons.
 
     Raises:
         InputError: `bits` or `verbose` cannot be used, the model is not a module, or a pattern matches no module.

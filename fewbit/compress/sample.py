@@ -62,7 +62,7 @@ def bytes_by_op(saved: SavedBytes) -> dict[str, int]:
 def fit_of(model: nn.Module, sample, budget: int) -> AverageOfBudget:
     """Return how many bits per element of a forward pass of the sample fit `budget` bytes.
 
-    `model` is converted and has a policy. Raises InputError if no saved tensor has bits that may change.
+    `model` is converted and has a policy. Raises InputError if no bits may change.
     """
     sizes = SizeProbe()
     with measuring(sizes):

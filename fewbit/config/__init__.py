@@ -1,7 +1,6 @@
-"""Configuration objects: they say who chooses the bits of saved tensors, and contain the settings of layers.
+"""Configuration objects: frozen dataclasses that say who chooses the bits of saved tensors, and contain the settings of layers.
 
-They are frozen dataclasses that check their values, with a repr that can be pasted into a program, and plain JSON values by `to_dict` and
-`from_dict`.
+They check their values, their repr can be pasted into a program, and `to_dict` and `from_dict` convert them to plain JSON values and back.
 """
 
 from fewbit.config.arguments import plain_arguments

@@ -89,11 +89,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]):
-        """Make an object from the result of `to_dict`. Missing fields get their default values.
-
-        Raises:
-            InputError: `values` is not a mapping, has an unknown field, or lacks a field that has no default value.
-        """
+        """Make an object from the result of `to_dict`. Missing fields get their default values. Raise InputError for others."""
         if not isinstance(values, Mapping):
             raise InputError(
                 f"expected a mapping of the fields of {cls.__name__}, got {type(values).__name__}"

@@ -44,16 +44,15 @@ class BitConfig(Config):
     `initial_bits` if its first field is not the number of bits.
 
     Attributes:
-        kind: the string that stands for the class in `to_dict`. Every subclass needs its own.
+        kind: the string that stands for the class in `to_dict`.
         has_policy: whether a policy chooses bits while the model trains. Then bits may be averages that are not whole. If False, the
             registered function has to return None.
         adapts: whether the policy chooses the bits of each layer, instead of only dividing them among a tensor's samples.
         chooses_activation_bits: whether the policy also chooses the bits of few-bit activations.
-        fuses_norms: whether norms save their normalized input in fixed point; layers after a norm then save nothing.
+        fuses_norms: whether norms save their normalized input in fixed point, and layers after a norm nothing.
     """
 
     _kinds: ClassVar[dict[str, type[BitConfig]]] = {}
-    """{kind: class} of all subclasses."""
 
     kind: ClassVar[str]
     has_policy: ClassVar[bool] = True
@@ -159,7 +158,6 @@ class SampleBits(BitConfig):
     average: float = DEFAULT_BITS
 
     def describe(self) -> str:
-        """Return the report's text."""
         return f"{self.average:.4g} bits on average, shared between samples"
 
 
@@ -181,7 +179,6 @@ class AdaptiveBits(BitConfig):
     interval: int = 200
 
     def describe(self) -> str:
-        """Return the report's text."""
         return _adapted(self.average, self.interval)
 
 
@@ -207,7 +204,6 @@ class Budget(BitConfig):
         return DEFAULT_BITS
 
     def describe(self) -> str:
-        """Return the report's text."""
         return _adapted(None, self.interval)
 
     def _shown(self, name: str) -> str:
@@ -253,7 +249,6 @@ class ErrorBound(BitConfig):
         return MAX_BITS
 
     def describe(self) -> str:
-        """Return the report's text."""
         unit = "channels of samples" if self.by_channel else "samples"
         how = f"bits by layers and {unit}" if self.codec == CODECS[0] else f"the codec {self.codec}"
         return (
@@ -344,7 +339,6 @@ class Level(BitConfig):
         return DEFAULT_BITS if self.config is None else self.config.initial_bits
 
     def describe(self) -> str:
-        """Return the report's text."""
         return "" if self.config is None else self.config.describe()
 
 

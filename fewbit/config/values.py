@@ -21,7 +21,6 @@ BLOCK = 32
 """The number of elements whose codes are packed together."""
 UNIFORM, ROTATED, MASKED = "uniform", "rotated", "masked"
 KINDS = (ROTATED, UNIFORM, MASKED)
-"""The kinds of quantized copies."""
 KIND_NUMBERS = {UNIFORM: 0, ROTATED: 1, MASKED: 2}
 """Their numbers in calls of kernels and ops."""
 QUANTIZERS = (ROTATED, UNIFORM)

@@ -1,4 +1,1 @@
-"""`fewbit.plan`, `fewbit.fits` and `fewbit.fit_`: compare settings before a training run, and choose one that fits in memory.
-
-docs/architecture.md says what each file has.
-"""
+"""`fewbit.plan`, `fewbit.fits` and `fewbit.fit_`: compare settings before a training run, and choose one that fits in memory."""

@@ -69,7 +69,6 @@ class RealBlockSteps(RealSteps):
         model, blocks, sample, loss: as in `examine`.
         state: the bytes of the optimizer's state.
         accumulates: whether gradients exist before the step.
-        processes: the processes that train the model.
         gradients: the bytes of all gradients.
 
     Attributes:

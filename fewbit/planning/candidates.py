@@ -236,11 +236,7 @@ class Candidate:
 
 
 def candidate_of(setting) -> Candidate:
-    """Return the candidate that a setting stands for.
-
-    Args:
-        setting: a candidate; the result of `fewbit.fit_`, or another object with a `candidate`; "exact"; "checkpoint", which
-            is exact with the gradient checkpointing of transformers; or bits, as `fewbit.compress_` takes them.
+    """Return the candidate that a setting stands for: one of those that `fewbit.fits` takes, or an object with a `candidate`.
 
     Raises:
         InputError: the setting is none of these.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 MOST_LABELS = 4000
-"""The largest number of labels of a part."""
+"""The most labels of a part."""
 FEW_LABELS = 60
 ROUNDS = 60
 """The rounds in which the multipliers are improved."""

@@ -42,11 +42,11 @@ ROUNDS = 3
 LONGEST = 90.0
 """The seconds after which no further round begins."""
 PROBES = 4
-"""The number of blocks in which the error of an option is measured alone."""
+"""The number of blocks in which an option's error is measured alone."""
 ALIKE = 0.02
 """The relative difference of saved bytes up to which blocks of one class are alike."""
 TIMED_BITS, LEAST_BITS = 4, 2
-"""The bits whose times are measured. Times of others follow from that of the first, and from costs."""
+"""The bits whose times are measured. Those of others follow from the first, and from costs."""
 EXACT_ARM = "blocks", EXACT
 TIMED = (
     EXACT_ARM,
@@ -55,7 +55,6 @@ TIMED = (
     ("blocks", RECOMPUTED),
     ("rest", Rest(TIMED_BITS)),
 )
-"""The keys of the settings that are timed."""
 LEAST_GAIN = 0.01
 """The least part of the bytes during the loss by which chunks have to reduce them."""
 COARSE, COARSE_INPUT = Option(2), Option(None, True, 8)
@@ -64,7 +63,7 @@ COARSE, COARSE_INPUT = Option(2), Option(None, True, 8)
 
 @dataclass
 class Measurement:
-    """The measurements of a training step with some settings.
+    """The measurements of a training step.
 
     Attributes:
         bytes: the bytes of the parts of the step.
@@ -82,18 +81,14 @@ class Examination:
     """The measurements of a model and a batch.
 
     Attributes:
-        paths: the paths of the blocks in the order in which the forward pass calls them.
+        paths: the paths of the blocks in the order of their calls.
         failing: the settings with which a step raises an error.
         repeated: the paths of modules that would be blocks, but are not called exactly once.
-        options: the options of the blocks.
         uniform: {option: the measurement with this option in all blocks}.
-        rest: {option of the rest: the measurement with exact blocks and this option}.
+        rest: {option of the rest: the measurement with exact blocks}.
         forward: the forward times of the blocks in seconds, (blocks,).
         shares: {COARSE or COARSE_INPUT: the shares of the blocks in the error of this option, (blocks,)}.
-        optimizer: the bytes of the optimizer.
         update: the bytes that exist during the optimizer's step.
-        steps: the object that runs steps.
-        processes: the processes that train the model.
         is_measured: whether seconds and errors are measured, or computed from costs and 0.
     """
 
@@ -210,8 +205,8 @@ def examine(
 ) -> Examination:
     """Measure every option of every block of a model in training mode, without conversion. The caller restores the model.
 
-    `loss` is called as loss(model, batch), `memory` has the optimizer's bytes, and `accumulates` says whether gradients exist before the
-    step. `which` are glob patterns of the blocks. `is_real` says whether steps may run on the model itself, if its tensors are real.
+    `loss` is called as loss(model, batch), `memory` has the optimizer's bytes, and `accumulates` says whether gradients
+    exist before the step. `is_real` says whether steps may run on the model itself, if its tensors are real.
     """
     parameters = list(model.parameters())
     device = parameters[0].device

@@ -46,8 +46,7 @@ class FakeTraining:
         on_gpu: whether torch's optimizers and attention take the memory that they take on a GPU (`as_on_gpu`).
 
     Attributes:
-        tracker: the mode that records the storages.
-        model: the copy.
+        model: the copy of the model.
         gradient_bytes: after `step`, the bytes of all gradients of parameters.
         state_bytes: after `step`, the bytes of the optimizer's state.
 
@@ -82,14 +81,11 @@ class FakeTraining:
     def step(
         self, batch, blocks: Sequence[nn.Module] = (), *, updates: bool = True, dim=0, size=None
     ) -> Timeline:
-        """Run one training step. In the first step, the optimizer makes its state.
+        """Run one training step.
 
-        Args:
-            batch: tensors in tuples, lists and mappings. Only their shapes and dtypes count.
-            blocks: modules of the copy whose passes are marked.
-            updates: whether the optimizer's step is run too.
-            dim: a dimension of the batch's tensors.
-            size: the size of this dimension in place of that of the batch, or None.
+        In the first step, the optimizer makes its state. Only the shapes and dtypes of the batch count; `size` replaces that of
+        dimension `dim`. `blocks` are modules of the copy whose passes are marked, and `updates` says whether the optimizer's
+        step is run.
 
         Raises:
             InputError: the step cannot run on fake tensors, or the loss is not a scalar that depends on the model.

@@ -36,7 +36,7 @@ TOLERANCE = 0.002
 SLOWER = 0.01
 """The part of an exact step's time that a smaller error may cost."""
 ATTEMPTS = 6
-"""The number of choices whose peak is measured, until one fits."""
+"""The most choices whose peak is measured, until one fits."""
 POINTS, FEW_LABELS = 12, 300
 """The number of points of the front, and of labels with which the solver finds them."""
 
@@ -78,7 +78,7 @@ def fit_(
         parallel: "ddp" or "fsdp" if all processes of torch.distributed call `fit_` and then wrap the model: in
             DistributedDataParallel, or by `fully_shard` of each block and of the model. The peak is then that of a process, and
             all processes take the same choice.
-        progress: Whether to show a bar on standard error if the measurement takes longer than two seconds.
+        progress: Whether to show a bar on standard error after two seconds.
         verbose: Whether to print the result.
 
     Returns:
@@ -167,7 +167,7 @@ class Chosen:
 
     Attributes:
         rest: the option of the rest of the model.
-        options: the numbers of the options of all parts.
+        options: the numbers of the parts' options.
         seconds: the seconds that are added to an exact step, and `bound`, a lower bound for all choices that fit.
         error: the sum of the errors.
         peak: the peak of the step; measured after `Search.fastest`, else predicted.

@@ -69,7 +69,7 @@ def fits(
 
     Raises:
         InputError: An argument is not valid, or the step cannot run on fake tensors, for example because an operation
-            of the model depends on values.
+            depends on values.
     """
     check_model(model)
     if loss is not None:
@@ -109,7 +109,7 @@ class _Search:
         sequence_dim: the dimension of the sequence, or None.
         length: the length of the sequence in the batch, or None.
         most: the longest sequence that the model takes, or None.
-        done: a function that is called after each part of the work.
+        done: called after each part of the work.
     """
 
     batch: object

@@ -21,7 +21,7 @@ def largest(
     second step.
 
     Args:
-        peak: returns the peak for a size in bytes, or None if the step does not run. It should grow with the size.
+        peak: returns the bytes for a size, which should grow with it, or None if the step does not run.
         start: a size of at least 1 whose peak is known.
         first: the peak of this size in bytes.
         capacity: the bytes of the device.

@@ -16,7 +16,7 @@ class FewBitLoss(TorchFunctionMode):
 
     Args:
         bits: the bits per saved probability, 1 to 8.
-        seed: the seed of the random rounding. Each call within the mode is rounded from a seed of its own.
+        seed: the seed of the random rounding. Each call has a seed of its own.
     """
 
     def __init__(self, bits: int, seed: int):

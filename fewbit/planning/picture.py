@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from fewbit.planning.training_plan import TrainingPlan
 
 MOST_LABEL = 18
-"""The largest number of characters of a label."""
+"""The most characters of a label."""
 DECADES = 8
-"""The largest number of powers of ten that the picture spans."""
+"""The most powers of ten that the picture spans."""
 TICKS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), tuple(i / 10 for i in range(10, 100)))
 LEAST_TICKS = 4
 MARGIN = 1.05

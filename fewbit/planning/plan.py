@@ -47,7 +47,7 @@ from fewbit.runtime.saved.context import measuring
 from fewbit.sizes import counted
 
 ADAPTING_STEPS = 3
-"""The steps, without an update of the weights, before a candidate whose bits adapt is measured: two measured ones, and one that chooses."""
+"""The steps before a candidate whose bits adapt is measured: two measured ones, and one that chooses."""
 
 LARGE = 0.9
 """"cross-entropy" is a default if it saves at most this part of the bytes of "fixed"."""
@@ -86,8 +86,7 @@ def plan(
         chunks: The number of equal parts of a single batch from which the variance between minibatches is estimated, an
             even number of at least 4.
         seed: The seed of the rounding and of dropout. All passes over a batch have the same dropout.
-        progress: Whether to show a bar on standard error if the measurement takes longer than two seconds, or lines every 15 seconds
-            in a file or a pipe.
+        progress: Whether to show a bar on standard error after two seconds, or lines every 15 seconds in a file or a pipe.
 
     Raises:
         InputError: A setting is not valid, the model is in evaluation mode or cannot be copied, or the batch or the

@@ -101,7 +101,6 @@ class ShardedWeights:
     model does. A collective's buffer exists until the next of its kind. Gradients of a block are whole until its end.
 
     Args:
-        model: the model.
         blocks: the blocks in the order of their calls.
         shards: the number of processes.
     """

@@ -200,7 +200,6 @@ class CompiledSteps:
 
     Args:
         steps: The copy of the model.
-        batch: The first batch.
         candidates: The candidates that compile, with the same arguments for torch.compile.
 
     Attributes:

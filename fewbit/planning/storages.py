@@ -1,6 +1,6 @@
 """The storages that a training step on fake tensors allocates and frees: the memory of the same step with real tensors.
 
-What kernels allocate inside an operation, and what an allocator adds, is not included.
+It does not include what kernels allocate inside an operation, and what an allocator adds.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import numpy as np
 
 ENTER, LEAVE, LOSS, BEGIN, END = "enter", "leave", "loss", "begin", "end"
 UPDATE = "update"
-"""The marks of a step: of a block's forward pass, the loss, a block's backward pass, and the optimizer's step."""
+"""The marks of a step: a block's forward pass, the loss, a block's backward pass, and the optimizer's step."""
 FORWARD, BACKWARD, STEP = PHASES = "forward", "backward", "step"
 TRANSIENT = "transient"
 """The role of storages that no part of the step has claimed."""

@@ -1,7 +1,6 @@
 """Policies: objects that choose the bits of each saved tensor while the model trains.
 
-To add one, write a subclass of `BitPolicy`, and register a function with `make_policy`. This folder may import
-`fewbit.convert`, `fewbit.runtime` and `fewbit.render`.
+To add one, write a subclass of `BitPolicy`, and register a function with `make_policy`.
 """
 
 from fewbit.policies.make import make_policy

@@ -24,15 +24,14 @@ def allocate(variances, elements, budget: int, least=MIN_BITS, most=MAX_BITS):
     tensor may be much more than the budget needs, the algorithm also runs with each number of bits of one large tensor.
 
     Args:
-        variances: (n, 8) finite floats, 0 or more. Entry [i, b - 1] is the variance that rounding tensor i to b bits
-            adds.
+        variances: (n, 8) finite floats, 0 or more: [i, b - 1] is the variance that rounding tensor i to b bits adds.
         elements: (n,) integers, 0 or more.
         budget: the number of bits of all elements together.
-        least: the fewest bits per element of a tensor.
-        most: the most bits per element of a tensor.
+        least: the fewest bits per element.
+        most: the most bits per element.
 
     Raises:
-        InputError: an argument is not as described here, or the budget is below least * sum(elements).
+        InputError: an argument is not as described, or the budget is below least * sum(elements).
     """
     variances = np.ascontiguousarray(variances, dtype=np.float64)
     elements = np.ascontiguousarray(elements, dtype=np.int64)

@@ -21,7 +21,7 @@ class Allocated(NamedTuple):
         input: The number of the layer's input.
         bits: Bits per element, on average.
         is_fixed: Whether the user gave the bits.
-        elements: The number of elements that all processes together save in one forward pass.
+        elements: The number of elements in one forward pass, in all processes together.
         samples: The number of samples among which the bits are divided, or 0.
         sensitivity: The variance that rounding adds to the gradient of all parameters, divided by the relative
             distortion of the bits.
@@ -49,14 +49,7 @@ class Allocated(NamedTuple):
 
 
 class Allocation(Rows):
-    """The rows of a table of chosen bits, in the order of the forward pass.
-
-    Args:
-        rows: The rows.
-        empty: The line that is shown if there are no rows.
-        ended: The reason why the model is not trained any more, or "".
-        unobserved: {path of a layer: the reason why the policy cannot measure what the layer saves}.
-    """
+    """The rows of a table of chosen bits, in the order of the forward pass."""
 
     _not_observed = "not observed, so that no bits are chosen (compiled layers have the whole part of the average)"
 

@@ -16,7 +16,7 @@ from fewbit.runtime.interop.checkpoint import in_checkpoint
 from fewbit.runtime.probes.variance_probe import SPREAD
 
 _SLACK = 4 * words_of_total(32, 1) + SPREAD
-"""The most bytes by which a tensor's codes exceed bits * elements / 8, if bits are divided among its samples."""
+"""The most bytes by which a tensor's codes exceed bits * elements / 8, if samples have bits of their own."""
 
 
 class AverageOfBudget(NamedTuple):

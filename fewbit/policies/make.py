@@ -37,10 +37,8 @@ def make_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
 def checked_policy(config: BitConfig, facts: ModelFacts) -> BitPolicy | None:
     """Return `make_policy(config, facts)`, checked against the configuration's `has_policy` and `adapts`.
 
-    Without `has_policy`, layers ignore the policy; without `adapts`, they ignore its `averages`.
-
-    Raises:
-        InputError: an attribute does not fit the policy, or no function is registered for the configuration.
+    Without `has_policy`, layers ignore the policy; without `adapts`, its `averages`. Raises InputError if these do not fit
+    the policy.
     """
     policy = make_policy(config, facts)
     has_policy = policy is not None

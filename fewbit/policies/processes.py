@@ -8,7 +8,7 @@ from torch import distributed
 from fewbit.runtime.parallel.process_groups import ProcessGroups, is_distributed_run, process_groups
 
 LAG = 4
-"""The number of forward passes from the end of a measurement to its use, the same in several processes on GPUs."""
+"""The number of forward passes from a measurement's end to its use, the same in several processes on GPUs."""
 
 
 def groups_of(module) -> tuple:

@@ -31,7 +31,7 @@ class Schedule(Record):
     Args:
         step: the number of forward passes in training so far.
         is_due: whether a measurement takes place when the training loop calls the module that is next in turn.
-        turns: one `Turn` for each module that the training loop calls, by the module's path.
+        turns: a `Turn` for each module that the training loop calls.
     """
 
     step: int = 0

@@ -10,7 +10,7 @@ from fewbit.runtime.interop.module_calls import is_compiled
 from fewbit.runtime.saved.assignment import ALONE, COMPILED, REENTRANT
 
 FORGOTTEN = 8
-"""The number of measurements after which a slot or a layer without one is forgotten."""
+"""The number of measurements after which a slot or layer without one is forgotten."""
 REASONS = {
     COMPILED: "inside torch.compile",
     REENTRANT: "in a checkpoint with use_reentrant=True; use use_reentrant=False",
@@ -22,8 +22,7 @@ REASONS = {
 class Unobserved:
     """The list of the layers that were reported because a policy cannot measure what they save.
 
-    Compiled layers are reported only once, when they are traced. Other layers are removed after FORGOTTEN measurements
-    without another report.
+    Compiled layers are reported once, when they are traced. Others are removed after FORGOTTEN measurements without a report.
     """
 
     def __init__(self):

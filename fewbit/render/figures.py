@@ -1,4 +1,4 @@
-"""The common style of figures. matplotlib is imported only when something is drawn, pyplot never."""
+"""The common style of figures. matplotlib is imported when something is drawn, pyplot never."""
 
 from __future__ import annotations
 
@@ -35,17 +35,13 @@ STYLE = {
 
 
 def draw(fill: Callable, path: str | os.PathLike | None = None, force: bool = False, figure=None):
-    """Draw a figure in the common style, save it if a path is given, and return it.
+    """Draw a figure in the common style, save it if a path is given, with the errors of `Result.plot`, and return it.
 
     Args:
-        fill: Draws into the matplotlib Figure, and sets the size of a new one.
+        fill: Draws into the Figure, and sets the size of a new one.
         path: The file to write, .png or .svg, if any.
         force: Whether to replace the file if it exists.
         figure: The figure to draw into, by default a new one.
-
-    Raises:
-        FewbitError: The file name has another ending, or matplotlib is not installed.
-        OutputExistsError: The file exists and `force` is false.
     """
     if path is not None and Path(path).suffix.lower() not in (".png", ".svg"):
         raise FewbitError(f"{path}: expected a file name that ends in .png or .svg")

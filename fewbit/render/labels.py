@@ -19,7 +19,7 @@ STEP = 2.0  # pixels: the least distance of two labels, and of the sampled posit
 def add_labels(axes, labels) -> None:
     """Write each label (text, (x, y) in data coordinates, color) beside its point so that it covers no other label and no point.
 
-    Lines of the figure are avoided if possible. The most important label comes first; one without a free place is left out.
+    Lines of the figure are avoided if possible. The most important label comes first; one without a place is left out.
     """
     from matplotlib.patheffects import withStroke
 
@@ -78,7 +78,6 @@ def _hidden(found, place, radius: float, lines, pixels: float) -> tuple[bool, bo
 
 
 def _lines(axes, pixels):
-    """Return positions along all lines, (n, 2), and (center, radius) of all markers, in pixels."""
     along, markers = [np.empty((0, 2))], []
     for line in axes.lines:
         corners = line.get_transform().transform(np.column_stack(line.get_data()))

@@ -35,7 +35,7 @@ class Result:
         return self.view().title
 
     def document(self) -> dict | list:
-        """Return the plain values that `to_json` writes."""
+        """Return what `to_json` writes."""
         return self.records()
 
     def __rich_console__(self, console, options):
@@ -80,7 +80,7 @@ class Result:
     def save(self, path: str | os.PathLike, force: bool = False) -> None:
         """Write the result as CSV, HTML, PNG or SVG according to the file name's ending, else as JSON.
 
-        Arguments and errors are those of `to_csv`, and for a picture of `plot`.
+        Errors are those of `to_csv`, and for a picture of `plot`.
         """
         ending = Path(path).suffix.lower()
         if ending in (".png", ".svg"):

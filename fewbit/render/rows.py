@@ -8,7 +8,7 @@ from fewbit.render.result import Result
 from fewbit.render.view import View
 
 NAMED = 4
-"""The largest number of layers that a line names."""
+"""The most layers that a line names."""
 
 
 class Rows(Result, Sequence):
@@ -61,12 +61,10 @@ class Rows(Result, Sequence):
 
     @property
     def title(self) -> str:
-        """The subclass's headline, or `empty` if there are no rows."""
         text = self._headline if self else self._empty
         return f"{self._ended}: {text}" if self._ended else text
 
     def records(self) -> list[dict]:
-        """Return a dict for each row."""
         return [row._asdict() for row in self]
 
     def view(self) -> View:

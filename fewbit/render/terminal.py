@@ -1,4 +1,4 @@
-"""Views as text: tables that fit the width of a terminal. rich is imported only when something is shown."""
+"""Views as text: tables that fit the width of a terminal. rich is imported when something is shown."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from fewbit.render.view import Column, Line, View
 MOST_ROWS = 20
 """The number of rows to which a longer table is cut."""
 GAP = 2
-"""Characters between two columns."""
 LEAST_WIDTH, FILE_WIDTH = 80, 100
-"""The least number of characters per line of `str(result)`, and the number without a terminal."""
+"""The least characters per line of `str(result)`, and the number without a terminal."""
 
 
 def shown(view: View, width: int) -> Iterator:

@@ -17,7 +17,7 @@ class Column:
         kind: In a narrow terminal "number" (right-aligned) and "word" are whole or absent, "name" is shortened, "text" wrapped.
         drop: The order in which columns are left out, 1 first; 0 for never.
         least: The width below which a "name" or "text" shrinks only after columns have been left out.
-        once: Whether a terminal leaves a cell empty if its value equals the value above.
+        once: Whether a terminal leaves a cell empty that equals the one above.
         style: Makes the style of a cell, as rich names styles, from a row.
     """
 
@@ -54,12 +54,12 @@ class View:
 
     Args:
         title: One line, or "".
-        columns: The columns of the table, if there is one.
-        rows: One object, of any class, for each row of the table.
+        columns: The columns of the table.
+        rows: One object, of any class, for each row.
         notes: Lines below the table. One that begins with a column's title and a colon is shown only together with this column.
         total: A row for the last line, if any.
-        rest: A function (name, rows) that returns one row of this name for the rows for which a long table has no room. If
-            None, all rows are shown.
+        rest: Returns, for (name, rows), one row of this name for the rows for which a long table has no room. If None, all rows
+            are shown.
         bar: (label, fraction of the whole, color) for each part of a bar, for HTML.
         figure: Makes a matplotlib Figure, for HTML.
         more: Further views, shown below.

@@ -13,13 +13,13 @@ from fewbit.errors import FewbitError
 from fewbit.text import shorten
 
 MOST_BYTES = 2**23
-"""Largest size of a document's text in bytes, thirty times that of the largest shipped file."""
+"""The most bytes of a document's text, thirty times those of the largest shipped file."""
 MOST_DEPTH = 16
-"""Largest depth of nested arrays and objects; a table has 4 levels."""
+"""The most levels of nested arrays and objects; a table has 4."""
 MOST_CONTAINERS = 2**17
-"""Largest number of arrays and objects in a document."""
+"""The most arrays and objects in a document."""
 MOST_DIGITS = 1000
-"""Largest number of characters of a number; a float64 has at most 767 significant digits."""
+"""The most characters of a number; a float64 has at most 767 significant digits."""
 
 # An unclosed string matches up to the end of the text, so that the search never backtracks.
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)|[\[\]{}]', re.DOTALL)
@@ -49,7 +49,7 @@ def read_text(path: str | os.PathLike, error: type[FewbitError] = FewbitError) -
     """Read a UTF-8 text file of at most `MOST_BYTES`.
 
     Raises:
-        FewbitError: The file cannot be read, is too large or is not UTF-8. The class of the exception is `error`.
+        FewbitError: The file cannot be read, is too large or is not UTF-8.
     """
     try:
         with open_regular(path) as file:
@@ -68,7 +68,7 @@ def read_text(path: str | os.PathLike, error: type[FewbitError] = FewbitError) -
 
 
 def parse_json(text: str, prefix: str = "", error: type[FewbitError] = FewbitError) -> Any:
-    """Parse JSON. Numbers must be finite, keys unique, and size and nesting within the limits of this module.
+    """Parse JSON. Numbers must be finite, keys unique, and size and nesting within this module's limits.
 
     Args:
         text: The JSON text.

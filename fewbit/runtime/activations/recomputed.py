@@ -139,14 +139,13 @@ _SIDES = {  # {function: its values where the derivative is 0, from its paramete
 
 
 def _from_side(function, parameters, encoding, stride, x, codes):
-    y = _times_slope(x, codes, encoding, stride)
     ends = _SIDES[function](*parameters)
     if ends is None:
-        return y
-    low, high = ends
-    slope = _times_slope(torch.ones_like(x), codes, encoding, stride)
-    end = torch.where(x > (low + high) / 2, high, low).to(x.dtype)
-    return torch.where(slope > 0, x, end)
+        return _times_slope(x, codes, encoding, stride)
+    slope = _times_slope(x.new_ones(()).expand(x.shape), codes, encoding, stride)
+    # On a CPU, `torch.where` takes several times as long.
+    end = (x - sum(ends) / 2).sign_().mul_(max(map(abs, ends))).clamp_(*ends)
+    return end.lerp_(x, slope)
 
 
 def _times_slope(x, codes, encoding, stride):

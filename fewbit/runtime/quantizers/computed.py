@@ -1,4 +1,4 @@
-"""Results of functions that later layers compute again from copies of the function's input, instead of saving them."""
+"""Results of functions that layers compute again from copies of the function's input, instead of saving them."""
 
 from __future__ import annotations
 
@@ -41,12 +41,8 @@ def copies_of(x: Tensor) -> list[tuple]:
 def share(found: list[tuple], y: Tensor, changes: int, function: Callable, *others: Tensor) -> None:
     """Let later layers that would save y compute function(x, *others) in their backward pass.
 
-    Args:
-        found: the result of `copies_of` for x.
-        y: the result.
-        changes: the number of in-place changes of y that its version does not count yet.
-        function: a function that can be pickled.
-        *others: tensors that are saved unchanged.
+    `found` is the result of `copies_of` for x, `changes` is as in `sharing.place_of`, the function can be pickled, and
+    `others` are saved unchanged.
     """
     context = current()
     for key, copy in found:
@@ -56,7 +52,7 @@ def share(found: list[tuple], y: Tensor, changes: int, function: Callable, *othe
 def share_result(
     quantizer, y: Tensor, function: Callable, copies: tuple[SavedTensors, ...], changes: int = 0
 ) -> None:
-    """Let later layers that would save a layer's result y compute it from the layer's copies of its inputs, as in `share`."""
+    """Let later layers compute a layer's result y from the layer's copies of its inputs, as in `share`."""
     if _can_share(quantizer, y, copies):
         make = partial(computed_from, function, copies, y.dtype)
         put(quantizer.context, quantizer.key, y, changes, make)
@@ -76,7 +72,7 @@ def _can_share(quantizer, y: Tensor, copies: tuple[SavedTensors, ...]) -> bool:
 
 
 def copy_of(quantizer, x: Tensor) -> SavedTensors | None:
-    """Return the copy of x that another layer has made in this forward pass with the quantizer's settings, or None."""
+    """Return the copy of x that a layer has made in this forward pass with the quantizer's settings, or None."""
     if quantizer.context is None or not is_eager(x) or not x.is_contiguous():
         return None
     copies, place = quantizer.context.saving(x).shared, place_of(x)

@@ -19,15 +19,12 @@ class UnquantizedSpec(NamedTuple):
 
     @property
     def count(self) -> int:
-        """The number of saved tensors."""
         return 1
 
     def for_consumer(self, name: str) -> UnquantizedSpec:
-        """See `QuantizedTensorSpec.for_consumer`."""
         return self
 
     def dequantize(self, tensors, dtype=None) -> Tensor:
-        """Return the saved tensor, in `dtype` if given."""
         (tensor,) = tensors
         return tensor if dtype is None else tensor.to(dtype)
 
@@ -45,7 +42,7 @@ def quantized(
     kind: str,
     channels: int = 0,
 ) -> SavedTensors:
-    """Return a quantized copy of a dense tensor in eager mode, in the order of its memory. No policy and no cache takes part."""
+    """Return a copy of a dense tensor in eager mode, in the order of its memory, without a policy or a cache."""
     stride = tuple(layout.by_sample_stride(x))
     if is_plain(x):
         normalize = with_channels(x, None, channels)
@@ -60,7 +57,7 @@ def quantized(
 
 
 def with_channels(x: Tensor, normalize: Normalization | None, channels: int):
-    """Return `normalize` with the means and scales of the channels of x."""
+    """Return `normalize` with the numbers of the channels of x."""
     if not channels:
         return normalize
     numbers = quantizer_ops.channel_statistics(x, channels, normalize)
@@ -76,7 +73,7 @@ def keep(ctx, result: Tensor, /, **values: SavedTensors | Tensor | None) -> Tens
         **values: copies, and tensors that are saved unchanged; None for what no gradient needs.
 
     Returns:
-        The result. While a compiler traces, it is made to depend on the copies.
+        The result, which depends on the copies while a compiler traces.
     """
     tensors, kept, is_observed, begin = (), {}, False, 0
     for name in values:
@@ -100,7 +97,11 @@ def keep(ctx, result: Tensor, /, **values: SavedTensors | Tensor | None) -> Tens
 
 
 class Kept:
-    """The tensors that `keep` has saved, by their names. Within a checkpoint, they can be read once only."""
+    """The tensors that `keep` has saved, by their names; None if None was saved.
+
+    `tensor` returns one that was saved unchanged, `values` the dequantized values of a copy, each in `dtype` if given,
+    and `copy` a copy's spec and tensors. In a checkpointed region they can be read only once.
+    """
 
     __slots__ = ("_kept", "_tensors")
 
@@ -108,7 +109,6 @@ class Kept:
         self._kept, self._tensors = ctx.kept, ctx.saved_tensors
 
     def tensor(self, name: str, dtype=None) -> Tensor | None:
-        """Return a tensor that was saved unchanged, in `dtype` if given."""
         place = self._kept[name]
         if place is None:
             return None
@@ -116,7 +116,6 @@ class Kept:
         return tensor if dtype is None or tensor.dtype is dtype else tensor.to(dtype)
 
     def values(self, name: str, dtype=None) -> Tensor | None:
-        """Return the dequantized values of a copy, in `dtype` if given."""
         place = self._kept[name]
         if place is None:
             return None
@@ -125,6 +124,5 @@ class Kept:
         return spec.dequantize(tensors) if dtype is None else spec.dequantize(tensors, dtype)
 
     def copy(self, name: str):
-        """Return (spec, tensors) of a copy; None if None was saved."""
         place = self._kept[name]
         return None if place is None else (place[2], self._tensors[place[0] : place[1]])

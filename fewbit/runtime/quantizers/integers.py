@@ -1,4 +1,4 @@
-"""Small integers saved for the backward pass, in bit-planes (int32 words with one bit of every integer) or a narrow dtype."""
+"""Small integers saved for the backward pass, in bit-planes or a narrow dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from fewbit.runtime.quantizers.spec import SavedTensors
 from fewbit.runtime.saved import offload
 
 MOST_BITS = 8
-"""The largest number of bits of integers that are packed."""
 
 
 def bits_of(count: int) -> int:
@@ -27,7 +26,7 @@ def bits_of(count: int) -> int:
 
 
 def dtype_of(count: int) -> torch.dtype:
-    """Return the narrowest integer dtype that holds every number in [0, count)."""
+    """Return the narrowest integer dtype for numbers in [0, count)."""
     if count <= 1 << 8:
         return torch.uint8
     if count <= 1 << 15:
@@ -36,18 +35,17 @@ def dtype_of(count: int) -> torch.dtype:
 
 
 class PackedIntegersSpec(NamedTuple):
-    """The spec of integers that `pack` has saved."""
+    """The spec of integers that `pack` has saved. They are restored in uint8 if `bits` <= 8, else in a wider dtype."""
 
     bits: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the integers, in uint8 if `bits` <= 8, else in a wider dtype."""
         return self.flat(tensors).as_strided(self.size, self.stride)
 
     def flat(self, tensors) -> torch.Tensor:
-        """Return the same integers in the order of elements in memory, (n,)."""
+        """Return the integers in the order of elements in memory, (n,)."""
         (values,) = tensors
         if self.bits > MOST_BITS:
             return values
@@ -64,17 +62,15 @@ class CastSpec(NamedTuple):
     dtype: torch.dtype
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the integers in `dtype`."""
         return self.inner.dequantize(tensors).to(self.dtype)
 
 
 class NarrowIntegersSpec(NamedTuple):
-    """The spec of integers that `narrow` has saved. `dtype` is the dtype before."""
+    """The spec of integers that `narrow` has saved, of which `dtype` was the original dtype."""
 
     dtype: torch.dtype
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the integers in their original dtype."""
         return tensors[0].to(self.dtype)
 
 

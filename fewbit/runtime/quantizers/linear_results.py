@@ -1,7 +1,4 @@
-"""Tensors that are computed again from the inputs of linear layers, with the setting `recompute_linear`.
-
-`traced` walks in autograd's graph from a tensor back to linear layers, whose inputs have copies.
-"""
+"""Tensors that are computed again from the inputs of linear layers, with the setting `recompute_linear`."""
 
 from __future__ import annotations
 
@@ -15,16 +12,16 @@ from fewbit.runtime.quantizers.copies import unquantized
 from fewbit.runtime.quantizers.spec import SavedTensors, computed_from
 
 MOST_LAYERS = 3
-"""The largest number of linear layers from whose results a tensor is computed again."""
+"""The largest number of linear layers that are computed again for one tensor."""
 MOST_OPERATIONS = 32
-"""The largest number of operations between linear layers and a tensor that is computed again."""
+"""The largest number of operations that are computed again for one tensor."""
 _aten = torch.ops.aten
 
 
 def traced(x: Tensor, find: Callable) -> SavedTensors | None:
     """Return what computes x again; None if an operation between x and the linear layers is not known.
 
-    `find` returns SavedTensors of the result of a linear layer's node, and None for other nodes.
+    `find` returns SavedTensors of the result of a linear layer's node in autograd's graph, and None for other nodes.
     """
     walk = _Walk(find)
     value = None if x.grad_fn is None else walk.visit(x.grad_fn)
@@ -58,7 +55,6 @@ class _Walk:
         return all(name in _VIEWS for name, *_ in self.steps)
 
     def visit(self, node) -> int | None:
-        """Return the number of a node's result, or None if it cannot be computed again."""
         if node not in self._numbers:
             saved = self._find(node)
             self.layers += saved is not None
@@ -111,11 +107,10 @@ _OPERATIONS = {
     "transpose": torch.transpose,
     "view": lambda x, *shape: x.reshape(shape),
 }
-"""{name: function of the operands and the arguments}."""
 
 
 def _signed(number: int) -> int:
-    """Return an integer that autograd shows as an unsigned number of 64 bits."""
+    """Return an integer that autograd shows as unsigned, of 64 bits."""
     return number - 2**64 if number >= 2**63 else number
 
 
@@ -124,7 +119,7 @@ def _add(node):
 
 
 def _mul(node):
-    """Read a product with a constant, which is the factor that the node saves."""
+    """Read a product with a constant, the factor that the node saves."""
     first, second = (before for before, _ in node.next_functions)
     if (first is None) == (second is None):
         return None

@@ -1,7 +1,7 @@
-"""The quantized copies of a norm's normalized input x~ = (x - mean) rstd, and the norm's result dequantized from such a copy.
+"""The quantized copies of a norm's normalized input x~ = (x - mean) rstd, and the norm's result y = x~ weight + bias.
 
-As y = x~ weight + bias is linear in x~, its values are exact in expectation too. `inner`, `mean` and `rstd` are as in
-`Quantizer.quantize_normalized`.
+y is linear in x~, so values of y dequantized from such a copy are exact in expectation too. `inner`, `mean` and `rstd`
+are as in `Quantizer.quantize_normalized`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fewbit.runtime.saved.sharing import place_of
 _IN_KERNELS = torch.float32, torch.float16, torch.bfloat16
 
 MOST_SHARED = 2**14
-"""The largest number of elements of a shared constant. For larger tensors, filling takes longer than the launch."""
+"""The largest number of elements of a shared constant: filling a larger tensor takes longer than the launch."""
 
 
 class AffineResultSpec(NamedTuple):
-    """The spec of a norm's result y, of `dtype`, computed from the tensors of a copy of x~, followed by weight and bias.
+    """The spec of y, of `dtype` and the size of x~, computed from the tensors of a copy of x~, followed by weight and bias.
 
     `channels` is the shape to which weight and bias are viewed so that they broadcast to y; None for their own.
     """
@@ -39,11 +39,9 @@ class AffineResultSpec(NamedTuple):
 
     @property
     def count(self) -> int:
-        """The number of saved tensors."""
         return self.normalized.count + 2
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return approximate values of y, in the size of x~."""
         *saved, weight, bias = tensors
         if self.channels is not None:
             weight, bias = self._placed(weight), self._placed(bias)
@@ -51,7 +49,6 @@ class AffineResultSpec(NamedTuple):
         return self.normalized.dequantize(saved, dtype or self.dtype, (weight, bias, inner))
 
     def for_consumer(self, name: str) -> AffineResultSpec:
-        """See `QuantizedTensorSpec.for_consumer`."""
         return self._replace(normalized=self.normalized.for_consumer(name))
 
     def _placed(self, vector):
@@ -60,7 +57,7 @@ class AffineResultSpec(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _inner(size, stride, has_channels: bool) -> int | None:
-    """Return how many elements that follow each other in memory have the same weight entry; None if that varies."""
+    """Return how many successive elements in memory have the same weight entry; None if that varies."""
     if has_channels and stride[1] == 1:
         return 1
     if stride != layout.contiguous_stride(size):
@@ -69,7 +66,7 @@ def _inner(size, stride, has_channels: bool) -> int | None:
 
 
 def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None) -> None:
-    """Let other layers use the norm's copy `saved` of x~ if they would save y. `channels`: as in `AffineResultSpec`."""
+    """Let layers that would save y use the norm's copy `saved` of x~. `channels`: as in `AffineResultSpec`."""
     context = quantizer.context
     # A compiler's copies have an anchor.
     if context is None or saved.trace_anchor is not None:
@@ -88,7 +85,7 @@ def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None)
 
 
 def _result_copy(saved: SavedTensors, weight, bias, dtype, channels, before) -> SavedTensors | None:
-    """Return the copy of a norm's result; None if the bias is no longer at `before`."""
+    """Return the copy of y; None if the bias is no longer at `before`."""
     if before is not None:
         if place_of(bias) != before:
             return None
@@ -98,7 +95,7 @@ def _result_copy(saved: SavedTensors, weight, bias, dtype, channels, before) -> 
 
 
 def save_copies(x, mean, rstd, inner, copies, quantizer, features=None):
-    """Quantize the normalized input of a norm once, or twice with independent rounding. The other copy may be None."""
+    """Quantize x~ once, or twice with independent rounding. The second copy may be None."""
     first = quantizer.quantize_normalized(x, mean, rstd, inner, features)
     if copies == 1:
         return first, None
@@ -106,10 +103,7 @@ def save_copies(x, mean, rstd, inner, copies, quantizer, features=None):
 
 
 def batch_norm_gradients(spec, saved, inner, grad, rstd, weight, needs_input):
-    """Return the gradients of a batch norm's input, weight and bias, without writing dequantized values to memory.
-
-    `weight` and `rstd` are (C,). Returns None if no kernel of the backend does that for this copy.
-    """
+    """Return the results of `reference.batch_norm_backward` for a norm's copy, or None."""
     if inner != 1 or not isinstance(spec, QuantizedTensorSpec) or spec.kind != ROTATED:
         return None
     if spec.has_channels:  # of which the kernels know nothing
@@ -130,16 +124,13 @@ def batch_norm_gradients(spec, saved, inner, grad, rstd, weight, needs_input):
 
 
 def dequantize_copies(kept):
-    """Return x~ dequantized from the copies "x" and "x2" that the norm has kept; the same tensor twice if there is one copy."""
+    """Return x~ dequantized from the copies "x" and "x2" that the norm has kept; the same twice if there is one copy."""
     first, second = kept.values("x"), kept.values("x2")
     return first, first if second is None else second
 
 
 def dequantize_scaled(kept, rstd, inner, dtype):
-    """Return dequantized x~ divided by rstd, an approximation of x - mean.
-
-    torch's backward functions of norms give the same gradients for it, with 0 in place of the mean.
-    """
+    """Return dequantized x~ / rstd, which replaces x in torch's backward functions of norms, with 0 as the mean."""
     spec, tensors = kept.copy("x")
     if rstd.dtype is not spec.dtype:
         rstd = rstd.to(spec.dtype)
@@ -149,8 +140,7 @@ def dequantize_scaled(kept, rstd, inner, dtype):
 def constant_like(statistic, value: float):
     """Return a tensor like `statistic` that is filled with a value, for torch's functions, which only read it.
 
-    Filling takes long, so backward passes in one stream share small tensors, except in a capture, whose graph may be
-    replayed at any time.
+    Backward passes in one stream share small tensors, except in a capture, whose graph may be replayed at any time.
     """
     is_shared = statistic.is_cuda and is_plain(statistic) and statistic.numel() <= MOST_SHARED
     if not is_shared or torch.cuda.is_current_stream_capturing():
@@ -167,8 +157,8 @@ def _constant(shape, value, dtype, device, stream):
 def input_gradient(g, first, second, rstd, dims, centered=True):
     """Return the gradient of a norm's input, (g - mean(g) - x~1 mean(x~2 g)) rstd; without mean(g) unless `centered`.
 
-    g is the gradient of the norm's result, times the weight. x~1 and x~2 are two independent dequantized normalized
-    inputs, or the same. Means are taken over `dims`.
+    g is the gradient of the norm's result, times the weight. x~1 and x~2, which may be the same, are `first` and
+    `second`. Means are taken over `dims`.
     """
     inner = g - first * (second * g).mean(dims, keepdim=True)
     if centered:

@@ -23,10 +23,9 @@ from fewbit.runtime.saved.assignment import REENTRANT
 def quantize_slot(
     quantizer, x, seed, dtype, number, normalize, input_dtype, kind, mask, channels, assignment
 ):
-    """Quantize x with the bits, or with the slot codec, that this forward's bit assignment has for the slot.
+    """Quantize a plain tensor x with the bits or the slot codec of its slot, input number `number` of the layer.
 
-    x is an ordinary dense tensor in eager mode, and input number `number` of the layer. `normalize` has no channels.
-    `dtype` is that of the dequantized values.
+    `normalize` has no channels. The values are dequantized in `dtype`.
     """
     average = (
         quantizer.bits_of(number, quantizer.average) if quantizer.is_fixed else quantizer.average
@@ -77,7 +76,6 @@ def quantize_slot(
 
 
 def _report_unobserved(quantizer, assignment, slot) -> None:
-    """Tell the policy the reason if no probe can measure the tensor that the layer saves now."""
     reason, probe = assignment.unobserved, assignment.probe
     if probe is not None and in_backward() and not probe.knows(slot.name):
         reason = REENTRANT
@@ -88,7 +86,7 @@ def _report_unobserved(quantizer, assignment, slot) -> None:
 def _quantize_by_codec(
     codec: SlotCodec, x, seed, spec: QuantizedTensorSpec, normalize, input_dtype
 ):
-    """Save x, normalized if that is asked for, with a slot codec. Return (tensors to save, spec)."""
+    """Save x, or x normalized, with a slot codec. Return (tensors to save, spec)."""
     values = x.detach()
     if normalize is not None:
         values = QuantizationRecord(values, (), spec, spec.group_size, normalize).exact()

@@ -1,7 +1,7 @@
 """The *fixed-point copy* that a norm, an activation and a linear layer or convolution save together, a pre-activation block.
 
-It contains the norm's normalized input x~ as K-bit fixed-point numbers, from which y = gamma x~ + beta and the ReLU of
-y are dequantized too (BLPA, section 3.2; docs/guides/preactivation.md). Each layer shares it as the copy of its result.
+It contains the norm's normalized input x~, from which y = gamma x~ + beta and the ReLU of y are dequantized too (BLPA,
+section 3.2; docs/guides/preactivation.md). Each layer shares it as the copy of its result.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class FixedPointSpec(NamedTuple):
     """The spec of x~ saved as a fixed-point copy: (packed codes, weight, bias), of which weight and bias may be None.
 
     Args:
-        bits: the bits of a code.
-        inner: the number of elements, one after the other in memory, that belong to the same channel.
+        inner: as in `channels.Normalization`.
         size, stride: those of y.
         dtype: the dtype of x~.
     """
@@ -44,18 +43,16 @@ class FixedPointSpec(NamedTuple):
 
     @property
     def count(self) -> int:
-        """The number of saved tensors."""
         return 3
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        """Return approximate values of x~; see `QuantizedTensorSpec.dequantize`."""
         scale, shift, inner = affine or (None, None, None)
         if shift is None and inner is not None and self.dtype == torch.float32:
             return self._decode(tensors, dtype or self.dtype, scale=(flat(scale), inner))
         return map_affine(self._decode(tensors, self.dtype), affine).to(dtype or self.dtype)
 
     def result(self, tensors, dtype: torch.dtype, slope: float) -> torch.Tensor:
-        """Return approximate values of y where y > 0, and of y * slope elsewhere."""
+        """Return approximate values of LeakyReLU(y)."""
         return self._decode(tensors, dtype, slope)
 
     def masked(self, grad, tensors, slope: float) -> torch.Tensor:
@@ -81,25 +78,21 @@ class FixedPointSpec(NamedTuple):
 
 
 class PreActivationSpec(NamedTuple):
-    """The spec of y, or of the ReLU or LeakyReLU of y, that is saved as a fixed-point copy of spec `fixed`.
-
-    `slope` is that for negative y; 1 for y itself.
-    """
+    """The spec of LeakyReLU(y) saved as a fixed-point copy of spec `fixed`. `slope` is 1 for y itself, and 0 for ReLU."""
 
     fixed: FixedPointSpec
     dtype: torch.dtype
     slope: float = 1.0
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return approximate values."""
         return self.fixed.result(tensors, dtype or self.dtype, self.slope)
 
 
 def can_save_fixed_point(quantizer, x, rstd, weight, bias, copies: int) -> bool:
     """Return whether a norm can save a fixed-point copy.
 
-    It cannot if `quantizer.fuse` is false, if its backward pass needs two independently rounded copies, if a compiler
-    traces, or if `rstd` has a 16-bit dtype.
+    It cannot if `quantizer.fuse` is false, if it needs two independent copies, if a compiler traces, or if `rstd` has a
+    16-bit dtype.
     """
     if not quantizer.fuse or copies != 1 or rstd.dtype.itemsize <= 2:
         return False
@@ -111,8 +104,7 @@ def save_fixed_point(
 ):
     """Save x~ as a fixed-point copy, and share it as the copy of y. Return the SavedTensors of x~.
 
-    mean, rstd and inner are as in `Quantizer.quantize_normalized`. `channels` is the dimension of y along which weight
-    and bias lie; None for the last dimensions.
+    Weight and bias lie along dimension `channels` of y, or for None along the last ones.
     """
     of_channels = _inner_of(y, channels)
     result = y.detach()
@@ -142,8 +134,8 @@ def activate(x, function: str, parameters: tuple, encoding: Encoding, inplace: b
     """Apply a ReLU or LeakyReLU to the result x of a norm, if the layers share a fixed-point copy of x.
 
     Returns:
-        The result. None if there is no such copy, if the activation is neither ReLU nor LeakyReLU, or if `encoding` is
-        not its exact derivative.
+        The result. None if there is no such copy, if the activation is another one, or if `encoding` is not its exact
+        derivative.
     """
     if function not in SIGNED:
         return None
@@ -175,7 +167,7 @@ def _share(context, y, saved: SavedTensors) -> None:
 
 
 class _TwoValued(SavingFunction):
-    """ReLU or LeakyReLU as an autograd Function, whose gradient is computed from the signs in the norm's copy."""
+    """ReLU or LeakyReLU, whose gradient is computed from the signs in the norm's copy."""
 
     @staticmethod
     def forward(ctx, x, slope, inplace, saved):
@@ -194,14 +186,12 @@ class _TwoValued(SavingFunction):
 
 @lru_cache(maxsize=256)
 def _is_exact(encoding: Encoding, slope: float) -> bool:
-    """Return whether an encoded derivative is the exact one with this slope."""
     if encoding.unbiased or encoding.breaks64.tolist() != [0.0]:
         return False
     return sorted(encoding.lut64.tolist()) == sorted([slope, 1.0])
 
 
 def _inner_of(y, channels: int | None) -> int | None:
-    """Return how many elements that follow each other in y's memory have the same channel, or None."""
     if y.is_contiguous():
         return 1 if channels is None else math.prod(y.shape[channels + 1 :])
     if channels is None:

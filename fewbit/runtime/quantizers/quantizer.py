@@ -59,7 +59,6 @@ from fewbit.runtime.saved.sharing import place_of
 from fewbit.runtime.saved.single_backward import refuse_forward_mode
 
 EXTRA_BITS_OF_MODEL_INPUTS = 1
-"""See `Quantizer.quantize_or_reuse`."""
 
 
 class Quantizer:
@@ -75,8 +74,8 @@ class Quantizer:
         fuse: whether norms make fixed-point copies.
         kind: the kind of copies, "rotated" or "uniform"; None for the usual kind of each layer (`kind_of`).
         extra_bits: the bits that each of the layer's inputs has more than `bits`, in the order of slots, 0 unless
-            given, to at most 8 bits. A policy that chooses the bits of the layer ignores them.
-        recomputes_linear: whether results of linear layers are computed again where they would be saved.
+            given, to at most 8 bits. A policy that chooses the layer's bits ignores them.
+        recomputes_linear: whether results of linear layers are computed again instead of saved.
 
     Raises:
         InputError: bits, group_size or kind is not valid.
@@ -112,13 +111,12 @@ class Quantizer:
         self.recomputes_linear = recomputes_linear
 
     def copy_for(self, name: str, **changes) -> Quantizer:
-        """Return a quantizer for another layer, with this quantizer's settings except the given attributes."""
         other = copy(self)
         vars(other).update(changes, name=name)
         return other
 
     def bits_of(self, slot: int, average: float | None = None) -> float:
-        """Return the bits of an input, where `average` (`bits` unless given) is without `extra_bits`."""
+        """Return the bits of an input, of which `average` (`bits` unless given) does not include `extra_bits`."""
         extra = self.extra_bits[slot] if slot < len(self.extra_bits) else 0
         if average is None:  # compiled code cannot give samples different bits
             return min(math.floor(self.bits + extra), MAX_BITS)
@@ -139,10 +137,10 @@ class Quantizer:
         features: tuple[int, ...] | None = None,
         needs_grad: bool = True,
     ) -> SavedTensors:
-        """Return the fixed-point copy of x if a norm has made one, else `quantize(x, features=features)`.
+        """Return the fixed-point copy of a linear layer's or convolution's input x if a norm has made one, else quantize x.
 
-        Linear layers and convolutions save their input so. An x without gradient is an input of the whole model. A
-        converted model saves these few tensors with 1 bit more, because the gradient of the first layer is often large.
+        A converted model saves its own inputs, which have no gradient, with 1 bit more, because the gradient of the
+        first layer is often large.
         """
         forward, context = running.forward, self.context
         if forward is not None and forward.context.is_private:
@@ -158,8 +156,7 @@ class Quantizer:
     def fixed_point_context(self) -> ForwardContext | None:
         """The context in whose forward pass norms share fixed-point copies: a running pre-activation block's, else `context`.
 
-        If a layer is in several blocks, `self.context` is that of the block that was made last, so it may be the wrong
-        one.
+        A layer can be in several blocks.
         """
         forward = running.forward
         if forward is not None and forward.context.is_private:
@@ -183,8 +180,8 @@ class Quantizer:
             shared: whether several layers that save x may use one copy.
             slot: the number of x among the layer's inputs, from 0.
             usual: the kind of the copy if the quantizer has no kind.
-            features: the dimensions of x along which its channels differ, counted from the last dimension, which is -1;
-                None if x has no channels. If x has many rows, channels have a mean and a scale of their own.
+            features: the dimensions of x along which its channels differ, as negative numbers; None if x has no
+                channels.
             extra_bits: the bits that x has more than other inputs, if no policy chooses them.
             recomputes: whether `computed.again` may take the place of a copy.
         """
@@ -218,7 +215,7 @@ class Quantizer:
         return self._save(x, *settings, stride and by_sample)
 
     def _quantize_alone(self, x, is_usual, slot, kind, features, extra_bits) -> SavedTensors:
-        """Quantize x for a layer without a model, or while a compiler or a transform traces."""
+        """Quantize x outside a model, or while a compiler or a transform traces."""
         channels = self._channels_of(x, kind, features)
 
         def save(x):
@@ -231,7 +228,7 @@ class Quantizer:
         return in_storage_order(x, save)
 
     def _save(self, x, saving, shared, slot, kind, channels, extra_bits, is_usual, stride=None):
-        """Quantize x, which lies in memory in the order of its dimensions, or share a copy."""
+        """Quantize x, whose dimensions are in storage order, or share a copy."""
         copies, mask, result = saving.shared, None, None
         place = place_of(x, stride=stride) if shared and copies is not None else None
         if place is not None:
@@ -278,7 +275,7 @@ class Quantizer:
         return made
 
     def _made(self, x, dtype, bits, kind, seed, channels, stride, mask=None, normalize=None):
-        """Return a copy of x, or of x normalized by `normalize`, that is dequantized in `dtype` and with these strides."""
+        """Return a copy of x, normalized if `normalize` is given."""
         if stride is not None and x.stride() != stride:
             x = x.detach().contiguous()
         if x.dtype is torch.float64:
@@ -306,10 +303,9 @@ class Quantizer:
     def quantize_independent(
         self, x: torch.Tensor, *others: torch.Tensor, features: tuple[int, ...] | None = None
     ) -> SavedTensors:
-        """Return a copy of x that is rounded independently of the copies of `others`, even if x is among `others`.
+        """Return a copy of x that is rounded independently of the copies of `others`, even if x is among them.
 
-        The product of two dequantized tensors is exact in expectation only if they are rounded independently. `others`
-        are the layer's inputs before x, in their order.
+        Only then is the product of dequantized tensors exact in expectation. `others` are the layer's inputs before x.
         """
         is_one = any(_is_same_memory(x, other) for other in others)
         return self.quantize(x, not is_one, slot=len(others), features=features)
@@ -320,11 +316,10 @@ class Quantizer:
         """Return a quantized copy of (x - mean) rstd, the normalized input of a norm layer, that is not shared.
 
         Args:
-            x: the input of the norm, a floating tensor of any shape and strides.
+            x: a floating tensor of any shape and strides.
             mean: the means, which broadcast to x; None if the norm subtracts no mean.
             rstd: the reciprocal standard deviations, which broadcast to x.
-            inner: the number of elements, one after the other in memory, that have the same mean and rstd: element
-                number e has entry (e div inner) mod (number of entries). None if x is laid out differently.
+            inner: as in `channels.Normalization`; None if x is laid out differently.
             features: as in `quantize`.
         """
         is_usual = is_plain(x)
@@ -378,9 +373,9 @@ class Quantizer:
         """Compute an activation's result y, the activation's codes and the copy of y in one pass over memory.
 
         Args:
-            run: run(seed, bits, group_size, kind) writes y and returns a `backends.results.QuantizedForward`; or it
-                writes nothing and returns None if the backend has no kernel for this.
-            y: the memory of the result: an ordinary dense tensor in eager mode, samples outermost.
+            run: run(seed, bits, group_size, kind) writes y and returns a `backends.results.QuantizedForward`, or
+                returns None if the backend has no kernel for this.
+            y: the memory of the result: a plain tensor, samples outermost.
             are_masks: whether the activation's codes say where y is 0.
 
         Returns:
@@ -407,8 +402,7 @@ class Quantizer:
     def key(self) -> tuple:
         """The settings that two layers must have in common to share a copy.
 
-        Some seeds are hashes of the key (`_seed_of_result`). So that existing quantizers keep their seeds, append a new
-        setting only if it differs from its default value.
+        Some seeds are hashes of the key. To keep them, append a new setting only if it differs from its default value.
         """
         bits, context = self.bits, self.context
         if context is not None and context.policy is not None:
@@ -426,7 +420,7 @@ class Quantizer:
         return SavedTensors(tensors, spec, None if is_abstract(x) else made[-1])
 
     def was_traced(self) -> None:
-        """Tell the policy that no probe can measure the layer, because the layer runs inside torch.compile."""
+        """Tell the policy that no probe can measure the layer, which is compiled."""
         # A quantizer that is made in the traced code has no attributes yet.
         if "context" in vars(self) and self._policy is not None and not self.is_fixed:
             self._policy.report_unobserved(self.name, COMPILED)
@@ -464,7 +458,6 @@ _channels = lru_cache(maxsize=4096)(_channels_in)
 
 @lru_cache(maxsize=4096)
 def _bits(bits: int, extra_bits: tuple[float, ...], slot: int, more: int) -> int:
-    """Return the whole bits of an input of a layer, see `Quantizer.extra_bits`."""
     extra = extra_bits[slot] if slot < len(extra_bits) else 0
     return min(min(math.floor(bits + extra), MAX_BITS) + more, MAX_BITS)
 
@@ -486,10 +479,10 @@ def _quantizer_of(bits: int, group_size: int, kind: str | None) -> Quantizer:
 
 
 def quantizer_of(bits: int, group_size: int, quantizer: Quantizer | str | None = None) -> Quantizer:
-    """Return the Quantizer of functions of `fewbit.functional` that are called with these settings.
+    """Return the Quantizer of functions of `fewbit.functional` with these settings, or `quantizer` if it is one.
 
-    `quantizer` is a kind of copies, None for the usual kind of each layer, or a Quantizer, which is returned. Raises
-    InputError if a setting is not valid.
+    Raises:
+        InputError: a setting is not valid.
     """
     if type(quantizer) is Quantizer or isinstance(quantizer, Quantizer):
         return quantizer
@@ -497,11 +490,10 @@ def quantizer_of(bits: int, group_size: int, quantizer: Quantizer | str | None =
 
 
 def is_differentiated(*tensors) -> bool:
-    """Return whether fewbit's layer has to run for these inputs and parameters, to save tensors for a backward pass.
+    """Return whether fewbit's layer has to run for these inputs and parameters, which may be None.
 
     torch's own layer runs instead if no gradient is needed, if an input is complex, nested, not strided, a DTensor or
-    of a class that overrides torch's functions, if a transform of torch.func is at work, or if torch.jit.trace traces.
-    None is ignored.
+    of a class that overrides torch's functions, or if torch.func or torch.jit.trace transforms the call.
 
     Raises:
         InputError: gradients are enabled, and an argument is neither a tensor nor None.

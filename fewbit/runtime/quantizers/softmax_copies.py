@@ -13,8 +13,8 @@ from fewbit.runtime.quantizers.spec import SavedTensors
 def quantize_softmax(quantizer: Quantizer, y: torch.Tensor) -> SavedTensors:
     """Return a quantized copy of y, a result of softmax, which matrix products with the factor y may use as well.
 
-    That adds no more bias than two copies if the other factor does not depend on y: softmax multiplies its copy by the
-    gradient of y, which the product computes from the other factor alone.
+    That adds no bias if the other factor does not depend on y: softmax multiplies its copy by the gradient of y, which
+    the product computes from the other factor alone.
     """
     saved = quantizer.quantize(y, usual=UNIFORM)
     context = quantizer.context
@@ -27,7 +27,7 @@ def quantize_softmax(quantizer: Quantizer, y: torch.Tensor) -> SavedTensors:
 
 
 def quantize_factor(quantizer: Quantizer, x: torch.Tensor) -> SavedTensors:
-    """Return softmax's copy of x if x is a view of a result of softmax, else `quantizer.quantize(x)`."""
+    """Return softmax's copy of x if x is a view of a result of softmax, else a new copy."""
     context = quantizer.context
     if context is not None and is_eager(x):
         shared = context.saving(x).shared

@@ -1,7 +1,8 @@
 """The tensors that a layer saves, and *specs*: all that is needed besides to compute approximate values in the backward pass.
 
-The group quantizer saves codes of a few bits, and the *ranges*: two numbers for each group of elements, which are the
-minimum and the range in a uniform copy, and the mean and the scale in a rotated copy (docs/concepts/quantizer.md).
+The group quantizer saves codes of a few bits, and `ranges`, two numbers for each group (docs/concepts/quantizer.md).
+The specs in this file have `count`, the number of saved tensors, and the methods `dequantize` and `for_consumer`, as
+`QuantizedTensorSpec` describes them.
 """
 
 from __future__ import annotations
@@ -38,11 +39,10 @@ class QuantizedTensorSpec(NamedTuple):
 
     Args:
         bits: the bits per element; no effect if each sample has its own number of bits.
-        group_size: the number of elements in a group.
         size, stride, dtype: those of the dequantized values.
         samples: the number of samples if each sample has its own number of bits, else None.
         slot: the slot for which the tensor was saved, if a policy chooses bits; else None.
-        kind: the kind of the copy, one of `fewbit.config.KINDS`.
+        kind: one of `fewbit.config.KINDS`.
         has_mask: whether the last saved tensor is a mask (`saved/sharing.py`).
         has_channels: whether the copy has the means and scales of channels.
     """
@@ -60,14 +60,14 @@ class QuantizedTensorSpec(NamedTuple):
 
     @property
     def count(self) -> int:
-        """The number of saved tensors: codes, ranges, and if there are any, bits of samples, numbers of channels, and the mask."""
         return 2 + (self.samples is not None) + self.has_channels + self.has_mask
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
         """Return approximate values of the saved tensor, in `dtype` if given.
 
-        With affine = (scale, shift, inner) they are values * scale + shift, computed before the result is rounded to
-        dtype; either may be None; inner is as in `Quantizer.quantize_normalized`.
+        `tensors` are codes, ranges and, if there are any, bits of samples, numbers of channels, and the mask. With
+        affine = (scale, shift, inner) the values are multiplied by scale and added to shift before the result is
+        rounded to dtype; either may be None; inner is as in `channels.Normalization`.
         """
         if affine is not None and not (affine[0] is affine[1] is None):
             return self._dequantize_mapped(tensors, dtype or self.dtype, affine)
@@ -109,7 +109,6 @@ class QuantizedTensorSpec(NamedTuple):
         return in_dtype(map_affine(self.dequantize(tensors), affine), dtype)
 
     def with_slot(self, slot: TensorSlot) -> QuantizedTensorSpec:
-        """Return this spec with another slot."""
         return self._replace(slot=slot)
 
     def for_consumer(self, name: str) -> QuantizedTensorSpec:
@@ -120,11 +119,11 @@ class QuantizedTensorSpec(NamedTuple):
         return self._replace(slot=slot._replace(user=name))
 
     def dequantize_exact(self, tensors) -> torch.Tensor:
-        """Return the dequantized values without the noise that a probe may add."""
+        """Return the dequantized values without a probe's noise."""
         return self._values(tensors, self.dtype, None)
 
     def rounding_errors(self, values, tensors, bits: int, generator) -> torch.Tensor:
-        """Return the errors of dequantized values if they were rounded again to `bits`, a float32 vector in storage order.
+        """Return the errors of rounding dequantized values again to `bits`, a float32 vector in storage order.
 
         Values of a uniform copy lie on the steps of their group, so their errors are drawn in proportion to its range.
         """
@@ -174,7 +173,7 @@ class QuantizedTensorSpec(NamedTuple):
 
 
 def _have_memory(tensors) -> bool:
-    """Return whether the tensors of a copy, which are of one kind, are ordinary, and so is what an operation returns now."""
+    """Return whether the tensors of a copy are ordinary, and so is what an operation returns now."""
     packed = tensors[0]
     if torch.compiler.is_dynamo_compiling() or type(packed) is not torch.Tensor or packed.is_meta:
         return False
@@ -199,15 +198,12 @@ class PermutedSpec(NamedTuple):
 
     @property
     def count(self) -> int:
-        """The number of saved tensors."""
         return self.inner.count
 
     def for_consumer(self, name: str) -> PermutedSpec:
-        """See `QuantizedTensorSpec.for_consumer`."""
         return self._replace(inner=self.inner.for_consumer(name))
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return approximate values, with the dimensions in their original order."""
         return self.inner.dequantize(tensors, dtype).permute(self.order)
 
 
@@ -219,20 +215,17 @@ class ViewedSpec(NamedTuple):
 
     @property
     def count(self) -> int:
-        """The number of saved tensors."""
         return self.inner.count
 
     def for_consumer(self, name: str) -> ViewedSpec:
-        """See `QuantizedTensorSpec.for_consumer`."""
         return self._replace(inner=self.inner.for_consumer(name))
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return approximate values in the new shape."""
         return self.inner.dequantize(tensors, dtype).view(self.shape)
 
 
 class ComputedSpec(NamedTuple):
-    """The spec of function(*inputs), for the copies of a layer's inputs, saved one after the other.
+    """The spec of function(*inputs), for copies of the inputs that are saved one after the other.
 
     `products` is the number of linear layers that are computed again.
     """
@@ -244,15 +237,12 @@ class ComputedSpec(NamedTuple):
 
     @property
     def count(self) -> int:
-        """The number of saved tensors."""
         return sum(spec.count for spec in self.specs)
 
     def for_consumer(self, name: str) -> ComputedSpec:
-        """See `QuantizedTensorSpec.for_consumer`."""
         return self._replace(specs=tuple(spec.for_consumer(name) for spec in self.specs))
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return approximate values of the result."""
         values, dtype = (), dtype or self.dtype
         for spec in self.specs:
             count = spec.count
@@ -276,7 +266,6 @@ class SavedTensors(NamedTuple):
     is_observed: bool = False
 
     def viewed(self, shape: tuple[int, ...]) -> SavedTensors:
-        """Return the same copy, which is dequantized in another shape."""
         return self._replace(spec=ViewedSpec(self.spec, shape))
 
     def tie(self, y: torch.Tensor) -> torch.Tensor:
@@ -289,7 +278,7 @@ def computed_from(
 ) -> SavedTensors:
     """Return SavedTensors from which the backward pass computes function(*copies), with dequantized values.
 
-    The function can be pickled, and computes `products` linear layers. Each of the copies `can_be_combined`.
+    The function can be pickled, and computes `products` linear layers. Each copy `can_be_combined`.
     """
     tensors, specs, is_observed = (), (), False
     for copy in copies:
@@ -300,13 +289,13 @@ def computed_from(
 
 
 def can_be_combined(copy: SavedTensors) -> bool:
-    """Return whether `computed_from` takes this copy: its spec knows the number of its tensors."""
+    """Return whether `computed_from` takes this copy: its spec has a `count`."""
     # Every NamedTuple has the method `count` of tuples.
     return isinstance(getattr(copy.spec, "count", None), int)
 
 
 def products_of(copy: SavedTensors) -> int:
-    """Return the number of linear layers that are computed again to restore a tensor."""
+    """Return the number of linear layers that restoring a tensor computes again."""
     spec = copy.spec
     while isinstance(spec, PermutedSpec | ViewedSpec):
         spec = spec.inner
@@ -314,7 +303,7 @@ def products_of(copy: SavedTensors) -> int:
 
 
 class QuantizationRecord(NamedTuple):
-    """A tensor x and its quantized copy, for a probe to measure. If `normalize` is given, the copy is one of (x - mean) rstd."""
+    """A tensor x and its quantized copy, or with `normalize` one of (x - mean) rstd, for a probe to measure."""
 
     x: torch.Tensor
     tensors: tuple[torch.Tensor, ...]
@@ -325,7 +314,7 @@ class QuantizationRecord(NamedTuple):
     def variance(self, bits: int, generator) -> torch.Tensor:
         """Return the variance that rounding to `bits` adds to an element, the mean over each sample, (samples,) float32.
 
-        That of a uniform copy is estimated from two random roundings, with seeds from generator(device).
+        That of a uniform copy is estimated by `quantizer_ops.rounding_variance`.
         """
         kind = self.spec.kind
         if kind != UNIFORM:
@@ -337,10 +326,7 @@ class QuantizationRecord(NamedTuple):
         )
 
     def squares(self) -> torch.Tensor:
-        """Return the number to which the variance of rounding is proportional (`quantizer_ops.squares`), 0-D float32.
-
-        Multiplied by `distortion(kind, bits)`, it is the variance of rounding, summed over all elements.
-        """
+        """Return the sum of `quantizer_ops.squares` over all samples, 0-D float32."""
         return self._squares_by_sample().sum()
 
     def _squares_by_sample(self) -> torch.Tensor:
@@ -357,7 +343,7 @@ class QuantizationRecord(NamedTuple):
         return self.normalize is not None and self.normalize.rstd is not None
 
     def exact(self) -> torch.Tensor:
-        """Return the values that were quantized, before rounding, in the spec's size, strides and dtype."""
+        """Return the values before rounding, in the spec's size, strides and dtype."""
         spec = self.spec
         x = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=self.x.device)
         x.copy_(self.x)
@@ -370,7 +356,6 @@ class QuantizationRecord(NamedTuple):
         return x
 
     def errors(self, exact: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the dequantized values minus the exact ones, for which the caller may give the result of `exact()`."""
         if exact is None:
             exact = self.exact() if self._is_normalized else self.x
         return self.spec.dequantize_exact(self.tensors).sub_(exact)
@@ -379,7 +364,7 @@ class QuantizationRecord(NamedTuple):
 def unsharded(weight, bias) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return a norm's weight and bias, as detached copies if torch.distributed is initialized.
 
-    A sharded model may have freed the norm's full parameters when the layer after it, which uses them too, runs its
+    A sharded model may have freed the norm's full parameters when the next layer, which uses them too, runs its
     backward.
     """
     if not is_distributed_run():
@@ -412,7 +397,7 @@ def flat(vector: torch.Tensor | None) -> torch.Tensor | None:
 def in_storage_order(x: torch.Tensor, save) -> SavedTensors:
     """Return save(x), in which save gets the dimensions of x in storage order. Dequantizing restores x's strides.
 
-    A sparse tensor, which has no strides, is given to save as it is.
+    A sparse tensor has no storage order.
     """
     order = layout.storage_permutation(x) if x.layout is torch.strided else None
     return save(x) if order is None else in_order(x, order, save)

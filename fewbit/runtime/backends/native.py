@@ -43,7 +43,7 @@ _NO_VECTORS = None, None, 1
 _UNUSED_BITS = 1
 """The argument `bits` of a `CopyShape` if each sample has its own bits."""
 _MOST_SAMPLES = 8192
-"""The largest number of samples that one block of threads divides bits among, or orders; torch's operations handle more."""
+"""The largest number of samples that one block of threads orders or divides bits among."""
 _MOST_BITS_OF_BATCH_NORM = 4
 # Tables with more breaks or points, which only unusual functions of a user have, do not fit the parameters of a CUDA
 # kernel.
@@ -52,13 +52,12 @@ _MOST_POINTS = 1800
 
 
 class Kernels:
-    """The compiled kernels of one device type, with the signatures of `reference`.
+    """The compiled kernels of one device type, with the functions of `reference`, which describes them.
 
     Args:
-        kernels: the object that contains the kernels, an attribute of the extension module `fewbit._kernels`.
+        kernels: the kernels, an attribute of the extension module `fewbit._kernels`.
         widths_arguments: a function of the bits of each sample, (N,) uint8, or None, that returns the arguments by
             which a kernel of the group quantizer knows them.
-        name: the name of the kernels in reports.
     """
 
     def __init__(self, kernels, widths_arguments, name):
@@ -68,33 +67,28 @@ class Kernels:
         self.name = name
 
     def register_ops(self) -> bool:
-        """Let torch's dispatcher run `runtime/ops/dense_ops.py` with these kernels, without Python; return whether it does."""
+        """Let torch's dispatcher run `ops/dense_ops.py` with these kernels, without Python; return whether it does."""
         return _kernels.load_shim(torch._C.__file__) and self._kernels.register_ops(_STEP)
 
     def unregister_ops(self) -> None:
-        """Let the ops run their implementations in Python again."""
         self._kernels.unregister_ops()
 
     def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
-        """Pack codes as bit-planes."""
         packed = _packed(codes.numel(), bits, codes.device)
         self._kernels.pack(codes, bits, packed)
         return packed
 
     def unpack(self, packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
-        """Return the codes that `pack` packed."""
         codes = torch.empty(n, dtype=torch.uint8, device=packed.device)
         self._kernels.unpack(packed, bits, codes)
         return codes
 
     def draw_seeds(self, counter: torch.Tensor, count: int) -> torch.Tensor:
-        """Return seeds that are drawn from a counter."""
         seeds = torch.empty(count, dtype=torch.int64, device=counter.device)
         self._kernels.draw_seeds(counter, seeds)
         return seeds
 
     def encode(self, x: torch.Tensor, encoding: Encoding, seed: torch.Tensor | None):
-        """Return the packed codes of an activation's input."""
         table = _table(encoding)
         if table is None:
             return reference.encode(x, encoding, seed)
@@ -105,7 +99,6 @@ class Kernels:
     def decode_mul(
         self, grad: torch.Tensor, packed: torch.Tensor, encoding: Encoding, out: torch.Tensor
     ) -> None:
-        """Write the gradient of an activation's input to `out`."""
         table = _table(encoding)
         if table is None:
             return reference.decode_mul(grad, packed, encoding, out)
@@ -114,7 +107,6 @@ class Kernels:
         self._kernels.decode_mul(table, grad, packed, out)
 
     def forward(self, x, function, parameters, encoding, seed, out):
-        """See `reference`."""
         number, table = _NUMBERS.get(function), _table(encoding)
         if number is None or table is None or x.dtype == torch.float64:
             return None
@@ -123,7 +115,6 @@ class Kernels:
         return packed
 
     def can_quantize_result(self, function: str) -> bool:
-        """Return whether `forward_quantized` has a kernel for a function."""
         if hasattr(self._kernels, "forward_quantized"):
             return function in _NUMBERS
         return function == "relu"
@@ -141,7 +132,7 @@ class Kernels:
         group_size,
         kind=UNIFORM,
     ):
-        """See `reference`. On CUDA there is such a pass for masked copies of the results of ReLUs (csrc/cuda/kernels.h)."""
+        """On CUDA there is such a pass for masked copies of the results of ReLUs (csrc/cuda/kernels.h)."""
         if not hasattr(self._kernels, "forward_quantized"):
             if not self.can_quantize_result(function) or kind != MASKED:
                 return None
@@ -188,7 +179,6 @@ class Kernels:
         normalize=None,
         kind=UNIFORM,
     ):
-        """Quantize a tensor."""
         if widths is None:
             copy = _copy(x.shape, bits, group_size, kind)
             words, rows = copy.words, copy.rows
@@ -202,13 +192,11 @@ class Kernels:
         return packed, ranges
 
     def channel_statistics(self, x, count, normalize=None):
-        """Estimate the mean and the scale of each channel of a tensor."""
         out = torch.empty(count, 2, dtype=torch.bfloat16, device=x.device)
         self._kernels.channel_statistics(x, out, *(normalize or ())[:3])
         return out
 
     def squares(self, x, group_size, normalize=None, kind=UNIFORM):
-        """Return, for each sample, a sum to which the variance of rounding is proportional, see `reference.squares`."""
         copy = _copy(x.shape, _UNUSED_BITS, group_size, kind)
         if copy.features < groups.LEAST_FEATURES:
             return reference.squares(x, group_size, normalize, kind)
@@ -217,7 +205,6 @@ class Kernels:
         return out.sum(1)
 
     def share_bits(self, squares, total, kind):
-        """Return the bits of each sample, see `reference.share_bits`."""
         (samples,) = squares.shape
         if samples > _MOST_SAMPLES and squares.is_cuda:
             return reference.share_bits(squares, total, kind)
@@ -240,7 +227,6 @@ class Kernels:
         mask=None,
         channels=None,
     ) -> None:
-        """Write the values that codes stand for to `out`."""
         bits = bits if widths is None else _UNUSED_BITS
         copy = _copy(out.shape, bits, group_size, kind)
         of_widths = self._no_widths if widths is None else self._widths_arguments(widths)
@@ -248,10 +234,7 @@ class Kernels:
         self._kernels.dequantize(packed, ranges, copy.shape, *of_widths, out, *mapped)
 
     def can_compute_batch_norm(self, bits, group_size, shape):
-        """Return whether `batch_norm_backward` has kernels for a copy.
-
-        Only CUDA has such kernels, for groups of 256 elements side by side, up to 4 bits and a multiple of 8 channels.
-        """
+        """Only CUDA has kernels, for groups of 256 elements side by side, up to 4 bits and a multiple of 8 channels."""
         if not hasattr(self._kernels, "batch_norm_backward"):
             return False
         samples, features = groups.samples_of(shape)
@@ -263,7 +246,7 @@ class Kernels:
     def batch_norm_backward(
         self, packed, ranges, bits, group_size, grad, rstd, weight, needs_input=True
     ):
-        """See `reference`. Sums are added up in the same order in each run."""
+        """Sums are added up in the same order in each run."""
         copy = _copy(grad.shape, bits, group_size, ROTATED).shape
         of_weight, of_bias = torch.empty_like(rstd), torch.empty_like(rstd)
         out = torch.empty_like(grad) if needs_input else None
@@ -275,7 +258,6 @@ class Kernels:
         return (out, of_weight, of_bias) if done else None
 
     def grid_fixed(self, gamma, beta, bits):
-        """Return the grid, which says which values fixed-point codes stand for."""
         if gamma.dtype != torch.float32:
             return reference.grid_fixed(gamma, beta, bits)
         n = len(gamma)
@@ -284,24 +266,21 @@ class Kernels:
         return grid
 
     def encode_fixed(self, x, y, grid, bits, inner, normalize=None):
-        """Return the packed fixed-point codes of a normalized input."""
         packed = _packed(x.numel(), bits, x.device)
         self._kernels.encode_fixed(x, y, grid, inner, bits, packed, *(normalize or ())[:3])
         return packed
 
     def decode_fixed(self, packed, grid, bits, inner, out, slope=None, scale=None) -> None:
-        """Write the values that fixed-point codes stand for to `out`, see `reference.decode_fixed`."""
         is_activated = slope is not None
         settings = grid, inner, bits, is_activated, slope or 0.0
         self._kernels.decode_fixed(packed, *settings, out, *(scale or ()))
 
     def mask_fixed(self, grad, packed, grid, bits, inner, slope, out) -> None:
-        """Write the gradient of a ReLU or LeakyReLU to `out`."""
         self._kernels.mask_fixed(grad, packed, grid, inner, bits, slope, out)
 
 
 def _element(tensor, like):
-    """Return the one element that an expanded tensor repeats, as a kernel's argument, if it fits `like`."""
+    """Return the element that an expanded tensor repeats, if it fits `like`."""
     if tensor.numel() != like.numel():
         raise ValueError(f"grad: expected {like.numel()} elements, got {tensor.numel()}")
     return tensor.data_ptr(), 1, _DTYPES.get(tensor.dtype, -1), tensor.get_device()
@@ -309,7 +288,7 @@ def _element(tensor, like):
 
 @lru_cache(maxsize=1024)
 def _table(encoding: Encoding):
-    """Return the encoding's constants as kernels read them; None if there are too many."""
+    """Return the constants that kernels read; None if there are too many."""
     if len(encoding.breaks64) > _MOST_BREAKS:
         return None
     if encoding.unbiased and len(encoding.draw.points) > _MOST_POINTS:
@@ -336,11 +315,9 @@ class _CopySize(NamedTuple):
 
     Attributes:
         shape: the sizes and settings, as the kernels read them.
-        words: the number of words of the packed codes, if all samples have the same bits.
-        rows: the number of rows of `ranges`, if all samples have the same bits.
+        words, rows: those of the packed codes and of `ranges`, if all samples have the same bits.
         most_rows: the largest number of rows if samples have different bits.
-        samples: the number of samples.
-        features: the number of elements of a sample.
+        samples, features: the number of samples, and of elements of a sample.
         groups: the number of groups of a sample, if no group runs across samples.
     """
 
@@ -355,11 +332,7 @@ class _CopySize(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _copy(shape, bits: int, group_size: int, kind: str) -> _CopySize:
-    """Return the sizes of a copy of a tensor of this shape.
-
-    Raises:
-        InputError: the groups are too large for this kind.
-    """
+    """Return the sizes of a tensor's copy. Raise InputError if groups are too large for this kind."""
     check_rotated_size(kind, group_size)
     samples, features = groups.samples_of(shape)
     made = _kernels.CopyShape(samples, features, group_size, bits, KIND_NUMBERS[kind])
@@ -382,14 +355,14 @@ def _ranges(rows: int, device) -> torch.Tensor:
 def keep_failure(error: Exception) -> None:
     """Keep the error of an op's implementation in Python for the C++ code that has called it.
 
-    torch passes the message on from version 2.13 on only, and with Python's stack.
+    torch passes the message on only from version 2.13 on, and with Python's stack.
     """
     is_refused = isinstance(error, ValueError)
     _kernels.set_failure(is_refused, str(error) if is_refused else one_line(error))
 
 
 def cpu(isa: str | None = None) -> Kernels:
-    """Return the CPU kernels of an instruction set: `isa`, or FEWBIT_CPU_ISA, or the processor's best."""
+    """Return the CPU kernels of `isa`, or of FEWBIT_CPU_ISA, or of the processor's best instruction set."""
     isa = isa or _asked_isa() or _kernels.cpu_isas()[0]
     return Kernels(_kernels.Cpu(isa), _widths, isa)
 
@@ -413,7 +386,7 @@ def cuda() -> Kernels:
 
 
 def _order(widths):
-    """Return the indices of the samples, sorted by bits, and how many have 0, 1, ... 8 bits."""
+    """Return the samples' indices, sorted by bits, and how many samples have 0, 1, ... 8 bits."""
     if widths is None:
         return None, None
     if len(widths) > _MOST_SAMPLES:
@@ -427,7 +400,7 @@ def _order(widths):
 
 
 def cuda_unusable(device: torch.device) -> str:
-    """Return the reason why the CUDA kernels cannot run on the device, or ""."""
+    """Return why the CUDA kernels cannot run on the device, or ""."""
     if _kernels.cuda is None:
         return "fewbit was built without CUDA"
     usable, reason = _kernels.cuda.available(device.index)

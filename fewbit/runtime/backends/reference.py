@@ -1,6 +1,6 @@
 """The reference backend: plain torch for any device, to whose results those of all other backends are equal.
 
-Inputs are dense (`layout.is_dense`). docs/reference/table_schema.md specifies every function.
+Inputs are dense (`layout.is_dense`). docs/reference/table_schema.md specifies the functions of tables.
 """
 
 from __future__ import annotations
@@ -115,8 +115,7 @@ def decode_mul(
 ) -> None:
     """Write the gradient of the activation's input, lut[code] * grad, to `out`, rounded once to the dtype of `out`.
 
-    `grad` has the dtype and strides of `out`, a dense floating tensor, or repeats one element of storage
-    (`layout.is_broadcast_scalar`). `packed` is the result of `encode`.
+    `grad` has the dtype and strides of `out`, a dense floating tensor, or repeats one element of storage.
     """
     n = out.numel()
     entry = ArgumentChecks("decode_mul", grad)
@@ -144,7 +143,7 @@ def _located(flat: torch.Tensor, encoding: Encoding) -> torch.Tensor:
 
 
 def _drawn(flat: torch.Tensor, encoding: Encoding, seed: torch.Tensor) -> torch.Tensor:
-    """Return codes, drawn at random, (n,) uint8, by the float32 operations of docs/reference/table_schema.md, "A draw"."""
+    """Return codes, drawn at random, (n,) uint8, as docs/reference/table_schema.md, "A draw", specifies."""
     x = flat.to(torch.float32)
     points, origins, values, slopes, levels, inverse_gaps = (
         _constant(array, x.device) for array in encoding.draw
@@ -162,7 +161,7 @@ def _drawn(flat: torch.Tensor, encoding: Encoding, seed: torch.Tensor) -> torch.
 
 
 def uniform(seed: torch.Tensor, n: int) -> torch.Tensor:
-    """Return n random numbers in [0, 1), float32, as `fewbit.table.philox.uniform(seed, arange(n))`."""
+    """Return `fewbit.table.philox.uniform(seed, arange(n))`: numbers in [0, 1), float32."""
     index = torch.arange(n, dtype=torch.int64, device=seed.device)
     return (philox_words(seed, index)[0] >> 8).to(torch.float32) * 2.0**-24
 

@@ -12,12 +12,12 @@ __all__ = ["batch_norm_backward", "can_compute_batch_norm"]
 
 
 def can_compute_batch_norm(bits: int, group_size: int, shape: tuple[int, ...]) -> bool:
-    """Return whether `batch_norm_backward` can be called for a rotated copy of a tensor of this shape."""
+    """Return whether `batch_norm_backward` has a kernel for a rotated copy of this shape."""
     return True
 
 
 def batch_norm_backward(packed, ranges, bits, group_size, grad, rstd, weight, needs_input=True):
-    """Return the gradients of a batch norm's input, weight and bias.
+    """Return the gradients of a batch norm's input, weight and bias, from a rotated copy of the normalized input.
 
     For the dequantized normalized input x~ and the gradient g of the result, they are sum(g x~) for the weight, sum(g)
     for the bias, and for the input
@@ -26,19 +26,13 @@ def batch_norm_backward(packed, ranges, bits, group_size, grad, rstd, weight, ne
 
     with sums and means over a channel, in float32, in an order that depends on the backend.
 
-    Args:
-        packed: the packed codes of a rotated copy.
-        ranges: the ranges of the copy.
-        bits: the bits per element of the copy, 1 to 8.
-        group_size: the number of elements in a group.
-        grad: g, a dense float32, float16 or bfloat16 tensor with samples outermost in storage. Element number e, in
-            storage order, has channel e mod C.
-        rstd: (C,) float32, the reciprocal standard deviations.
-        weight: (C,) float32, or None.
-        needs_input: whether to compute the gradient of the input; else it is None.
+    `packed`, `ranges`, `bits` and `group_size` are as in `quantize`. `grad` is g, a dense float32, float16 or bfloat16
+    tensor with samples outermost in storage; element number e, in storage order, has channel e mod C. `rstd` and
+    `weight`, which may be None, are (C,) float32.
 
     Returns:
-        The three gradients, those of weight and bias in float32. None if the backend has no kernel for these tensors.
+        The three gradients, those of weight and bias in float32, that of the input None unless `needs_input`. None if
+        the backend has no kernel for these tensors.
     """
     x = torch.empty_like(grad, dtype=torch.float32)
     dequantize(packed, ranges, bits, group_size, x, kind=ROTATED)

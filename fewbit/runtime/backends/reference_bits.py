@@ -1,4 +1,4 @@
-"""Functions that several files of the reference backend use: to pack codes, draw random numbers and expand vectors."""
+"""Pack codes, draw random numbers and expand vectors, for several files of the reference backend."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
 
 
 def philox_words(seed: torch.Tensor, counter: torch.Tensor):
-    """Return four random numbers, int64 below 2**32, for each counter (unsigned, as int64), see `table.philox.philox4x32`."""
+    """Return four random numbers, int64 below 2**32, for each counter, as `table.philox.philox4x32`."""
     c0, c1 = counter & _MASK32, (counter >> 32) & _MASK32
     c2 = c3 = torch.zeros_like(counter)
     k0, k1 = seed & _MASK32, (seed >> 32) & _MASK32
@@ -61,10 +61,9 @@ def philox_words(seed: torch.Tensor, counter: torch.Tensor):
 
 
 def sixteen_bit_draws(seed: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-    """Return 256 random 16-bit numbers, (n, 256) int64, from each run of 32 Philox counters, whose first ones are `counter`, (n,).
+    """Return 256 random 16-bit numbers, (n, 256) int64, for each of n runs of 32 Philox counters, which begin at `counter`.
 
-    Each 32-bit word is cut into two numbers, the lower half first. Number i of a run is number i div 32 of the run's
-    counter i mod 32.
+    Each 32-bit word is cut into two, the lower half first. Number i is number i div 32 of the run's counter i mod 32.
     """
     counters = counter[:, None] + torch.arange(32, device=counter.device)
     words = torch.stack(philox_words(seed, counters), -1)  # (n, 32, 4)
@@ -75,7 +74,7 @@ def sixteen_bit_draws(seed: torch.Tensor, counter: torch.Tensor) -> torch.Tensor
 def entries_of(values: torch.Tensor, vectors, inner: int) -> list[torch.Tensor | None]:
     """Expand vectors of one length, or None, to the shape of `values`, whose dimensions are in storage order.
 
-    Element number e, in storage order, gets entry (e div inner) mod (number of entries).
+    `inner` is as in `channels.Normalization`.
     """
     n = values.numel()
     entries = check_vectors(vectors, inner, n)

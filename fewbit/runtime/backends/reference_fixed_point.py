@@ -9,11 +9,11 @@ from fewbit.runtime.format.buffers import ArgumentChecks
 from fewbit.runtime.format.layout import storage_order
 
 REACH = 3.0
-"""The codes cover values of x~ up to this many standard deviations on each side of the mean."""
+"""The codes cover values of x~ up to this many standard deviations from the mean."""
 
 
 def grid_fixed(gamma, beta, bits: int) -> torch.Tensor:
-    """Return the grid, (7, channels) float32, which says which values the codes of each channel stand for (`fixed_point.grid_of`).
+    """Return the grid, (7, channels) float32, as `fixed_point.grid_of` describes it.
 
     `gamma` and `beta` are the weight and the bias of the norm, (channels,) float32 or float64.
     """
@@ -51,9 +51,9 @@ def encode_fixed(x, y, grid, bits, inner, normalize=None):
     Args:
         x: x~ as a dense tensor, or the norm's input if `normalize` is given.
         y: the norm's result, whose sign is encoded, with the strides and dtype of x.
-        grid: the result of `grid_fixed`, (7, channels) float32.
-        bits: the bits of a code, 1 to 8.
-        inner: element number e, in storage order, belongs to channel (e div inner) mod channels.
+        grid: the result of `grid_fixed`.
+        bits: 1 to 8.
+        inner: as in `channels.Normalization`.
         normalize: None if x is x~. Otherwise (mean, rstd, inner), see `quantize`.
     """
     entry = ArgumentChecks("encode_fixed", x)
@@ -81,15 +81,10 @@ def encode_fixed(x, y, grid, bits, inner, normalize=None):
 def decode_fixed(packed, grid, bits, inner, out, slope=None, scale=None) -> None:
     """Write approximate values of x~, y or an activation of y to `out`, rounded once to the dtype of `out`.
 
-    Args:
-        packed: the result of `encode_fixed`.
-        grid: the grid that `encode_fixed` got.
-        bits: the bits of a code.
-        inner: see `encode_fixed`.
-        out: a dense tensor of a floating dtype.
-        slope: None to write values of x~. A number to write y, multiplied by it where y is not positive: 1 for y
-            itself, 0 for ReLU(y).
-        scale: None, or (vector, inner) to write x~ * vector[i]. Ignored if a slope is given.
+    `packed` is the result of `encode_fixed`, whose arguments `grid`, `bits` and `inner` are. `out` is a dense tensor of
+    a floating dtype. Without a slope, values of x~ are written, or with scale = (vector, inner) those of x~ *
+    vector[i]. With a slope, values of y are written, multiplied by the slope where y is not positive: 1 for y itself, 0
+    for ReLU(y).
     """
     entry = ArgumentChecks("decode_fixed", out)
     entry.check_numbers("out", out)
@@ -133,6 +128,6 @@ def mask_fixed(grad, packed, grid, bits, inner, slope, out) -> None:
 
 
 def _codes(packed, grid, bits, inner, n):
-    """Return the codes, (n,) float32, and a list with each row of the grid expanded to the codes, (n,) float32."""
+    """Return the codes and the rows of the grid, each expanded to the codes, (n,) float32."""
     codes = unpack(packed, bits, n).to(torch.float32)
     return codes, entries_of(codes, list(grid), inner)

@@ -31,16 +31,14 @@ def quantize(
 
     Args:
         x: a dense tensor of a floating dtype, with samples outermost in storage.
-        seed: the seed of the random rounding: an int that fits into int64, or (1,) int64.
+        seed: an int that fits into int64, or (1,) int64.
         bits: the bits per element of all samples, 1 to 8. Ignored if `widths` is given.
-        group_size: the number of elements in a group; at most 256 unless the copy is uniform.
+        group_size: at most 256 unless the copy is uniform.
         widths: (N,) uint8, the bits per element of each of N samples, or None.
         words: only if `widths` is given: the number of int32 words to allocate for all codes.
         normalize: None to quantize x itself. (mean, rstd, inner) to quantize (x - mean[i]) * rstd[i], computed in
-            float32; mean may be None. mean and rstd are 1-D contiguous float32 vectors. Element number e, in storage
-            order, has entry i = (e div inner) mod (number of entries). A fourth item has the numbers of channels, see
-            `Normalization`; rstd may then be None. Only rotated copies have channels.
-        kind: the kind of the copy, one of `fewbit.config.KINDS`.
+            float32. A fourth item has the numbers of channels, which only rotated copies have. See `Normalization`.
+        kind: one of `fewbit.config.KINDS`.
 
     Returns:
         The packed codes, int32; and (groups, 2) bfloat16, the minimum and the range of each group in a uniform copy,
@@ -82,10 +80,10 @@ def quantize(
 
 
 def channel_statistics(x, count: int, normalize=None) -> torch.Tensor:
-    """Estimate the mean and the scale of each of `count` channels from some of the rows of x, (count, 2) bfloat16.
+    """Estimate the mean and the scale of each of `count` channels of x, (count, 2) bfloat16.
 
-    The scale is the root of the channel's standard deviation, which gives the least sum of squared errors
-    (docs/concepts/quantizer.md, "Channels"). `normalize`: None, or (mean, rstd, inner) to normalize x first.
+    docs/concepts/quantizer.md, "Channels", specifies the estimates. `normalize` is None, or (mean, rstd, inner) to
+    normalize x first.
     """
     entry = ArgumentChecks("channel_statistics", x)
     entry.check_numbers("x", x)
@@ -112,7 +110,7 @@ def channel_statistics(x, count: int, normalize=None) -> torch.Tensor:
 
 
 def _averages(variances):
-    """Return the mean variance of the block of each channel, (channels,). Blocks are added up by halves."""
+    """Return the mean variance of each channel's block, (channels,)."""
     count = len(variances)
     blocks = torch.nn.functional.pad(variances, (0, -count % BLOCK)).view(-1, BLOCK)
     sizes = torch.full((len(blocks),), float(BLOCK), device=variances.device)
@@ -124,11 +122,10 @@ def _averages(variances):
 
 
 def squares(x, group_size, normalize=None, kind=UNIFORM):
-    """Return, for each sample, a sum over its groups to which the variance of rounding is proportional, (N,) float32.
+    """Return `squares` of each sample (docs/concepts/theory/rounding.md), (N,) float32.
 
-    For uniform copies, a group adds (number of elements) * range^2, and for rotated copies the sum of the squares of
-    its elements minus their mean. Ranges and means are those that `quantize` stores, but groups never cross samples. A
-    sample with an element that is not finite has NaN. The arguments are as in `quantize`.
+    Ranges and means are those that `quantize` stores, but groups never cross samples. A sample with an element that is
+    not finite has NaN.
     """
     check_rotated_size(kind, group_size)
     entry = ArgumentChecks("squares", x)
@@ -168,16 +165,16 @@ def dequantize(
 ) -> None:
     """Write the values that codes stand for to `out`, rounded once to the dtype of `out`.
 
-    `bits`, `group_size`, `widths` and `kind` are as in `quantize`, which returned `packed` and `ranges`. `out` is a
-    dense floating tensor with samples outermost in storage.
+    `packed`, `ranges`, `bits`, `group_size`, `widths` and `kind` are as in `quantize`. `out` is a dense floating tensor
+    with samples outermost in storage.
 
     With affine = (scale, shift, inner), values * scale[i] + shift[i] are written, computed in float32 before rounding,
-    with i as in `quantize`; scale or shift may be None. Values are multiplied by `mask`, packed codes of 1 bit in
+    with i as in `Normalization`; scale or shift may be None. Values are multiplied by `mask`, packed codes of 1 bit in
     storage order. With `channels`, (count, 2) bfloat16, each value is multiplied by its channel's scale, then the mean
     is added, before `affine`.
 
-    affine and channels must be None if `widths` is given and samples have fewer than 64 features, which do not lie side
-    by side in groups. `mask` must be None if the copy is uniform, or if `affine` is given.
+    affine and channels must be None if `widths` is given and samples have fewer than 64 features. `mask` must be None
+    if the copy is uniform, or if `affine` is given.
     """
     check_rotated_size(kind, group_size)
     entry = ArgumentChecks("dequantize", out)
@@ -243,7 +240,6 @@ def _normalized(entry, rows, kind, mean, rstd, inner, channels=None):
 
 
 def _spread_channels(rows, channels):
-    """Return the mean and the scale of the channel of each element, in the shape of rows."""
     numbers = channels.float()
     return entries_of(rows, (numbers[:, 0].contiguous(), numbers[:, 1].contiguous()), 1)
 
@@ -256,9 +252,9 @@ def _mapped(rows, scale, shift, inner):
 
 
 def _stream(rows, seed, bits, group_size, kind, first_group):
-    """Return the packed codes and ranges of samples, (samples, features) float32, that all have the same bits per element.
+    """Return the packed codes and ranges of samples, (samples, features) float32, that have the same bits per element.
 
-    The random numbers of a group depend on its number, which `first_group` begins.
+    The random numbers of a group depend on its number, which starts at `first_group`.
     """
     cut, exists = _cut(rows, group_size)  # (groups, group_size)
     if kind != UNIFORM:
@@ -286,7 +282,7 @@ def _uniform(cut, exists, seed, bits, first_group, group_size):
 
 
 def _limits(cut, exists):
-    """Return the minimums and ranges of groups, (groups,) float32 rounded to bfloat16; NaN if they are not finite."""
+    """Return the minimums and ranges of groups, (groups,) float32 rounded to bfloat16; NaN if not finite."""
     low = torch.where(exists, cut, torch.inf).amin(1) if len(cut) else cut.new_zeros(0)
     high = torch.where(exists, cut, -torch.inf).amax(1) if len(cut) else cut.new_zeros(0)
     # Adding 0 turns -0 into +0, since amin may find either zero.
@@ -320,10 +316,7 @@ def limits_of(ranges):
 
 
 def draws(seed, group, group_size):
-    """Return the random 16-bit numbers by which the elements of groups are rounded, (groups, group_size) int64.
-
-    The runs of 32 Philox counters for every 256 elements (`sixteen_bit_draws`) follow one another from counter 0.
-    """
+    """Return the random 16-bit numbers by which the elements of groups are rounded, (groups, group_size) int64."""
     blocks = -(-group_size // _BLOCK)
     run = group[:, None] * blocks + torch.arange(blocks, device=group.device)
     found = sixteen_bit_draws(seed, 32 * run.flatten())
@@ -334,8 +327,7 @@ def _cut(rows, group_size):
     """Cut samples, concatenated if they have fewer than 64 features, into groups.
 
     Returns:
-        The elements, (groups, group_size), with shorter groups padded by zeros; and a bool mask of that shape, False
-        for padding.
+        The elements, (groups, group_size), padded by zeros; and a bool mask of that shape, False for padding.
     """
     features = rows.shape[1]
     if features < groups.LEAST_FEATURES:
@@ -346,7 +338,6 @@ def _cut(rows, group_size):
 
 
 def _cut_rows(rows, group_size):
-    """Cut each row into groups, see `_cut`."""
     length = rows.shape[1]
     per_row = -(-length // group_size)
     cut = torch.nn.functional.pad(rows, (0, per_row * group_size - length))
@@ -356,7 +347,7 @@ def _cut_rows(rows, group_size):
 
 
 def toward(x, limit):
-    """Round float32 numbers to bfloat16, toward `limit`, -inf or +inf. The result has dtype float32."""
+    """Round float32 numbers to bfloat16, toward `limit`, -inf or +inf, as float32."""
     bits = x.view(torch.int32).to(torch.int64) & _MASK32
     cut = bits & 0xFFFF0000
     away = (x < 0) if limit < 0 else (x > 0)  # truncation moves these away from the limit

@@ -1,7 +1,7 @@
 """Rotated copies (docs/concepts/quantizer.md) in plain torch, bit for bit those of the compiled kernels.
 
-The remainders of a group's mean, multiplied by random signs and a Hadamard matrix, get the codes that are best for a
-normal distribution (EDEN, Vargaftik et al., ICML 2022).
+A group minus its mean, multiplied by random signs and a Hadamard matrix, gets the codes that are best for a normal
+distribution (EDEN, Vargaftik et al., ICML 2022).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def quantize_groups(cut, exists, seed, bits, first_group, is_masked):
         cut: (groups, group_size) float32, the elements, with any finite value where no element is.
         exists: (groups, group_size) bool, False where no element is.
         seed: (1,) int64, the seed of signs and scales.
-        bits: the bits per element, 1 to 8.
+        bits: 1 to 8.
         first_group: the number of the first group, on which signs depend.
         is_masked: whether elements that are 0 are left out.
 
@@ -81,10 +81,9 @@ def restore_groups(codes, exists, mean, scale, seed, bits, first_group):
 
 
 def energies(cut, exists, is_masked):
-    """Return the squares of each group's elements minus their mean, summed up, (groups,) float32; arguments as above.
+    """Return the sum of the squares of each group's elements minus their mean, (groups,) float32; NaN if one is not finite.
 
-    They are multiplied by the share of elements that are not left out. A group with an element that is not finite has
-    NaN.
+    It is multiplied by the share of elements that are not left out.
     """
     left = _remainders(cut, exists, is_masked)
     back = 1.0 / left.factor
@@ -112,7 +111,7 @@ def _remainders(cut, exists, is_masked) -> _Remainders:
 
 
 def root(x):
-    """Return the square roots of float32 numbers, rounded correctly, unlike torch's on some processors."""
+    """Return square roots, rounded correctly, unlike torch's on some processors."""
     return x.double().sqrt().float()
 
 
@@ -130,7 +129,7 @@ def _sums(x):
 
 
 def _drop_half(scale, draw):
-    """Round positive float32 numbers to bfloat16 at random, with 16 random bits each."""
+    """Round positive float32 numbers to bfloat16 by 16 random bits each."""
     bits = scale.view(torch.int32).to(torch.int64) + draw
     return (bits & 0xFFFF0000).to(torch.int32).view(torch.float32)
 
@@ -150,7 +149,7 @@ def _counters(seed, first_group, count):
 
 
 def _sign_words(seed, first_group, count):
-    """Return whether signs are negative, (count, 4, 256) bool: for two rotations of two transforms each."""
+    """Return whether signs are negative, (count, 4, 256) bool, for two rotations of two transforms each."""
     counter = _counters(seed, first_group, count)[:, None] + torch.arange(8, device=seed.device)
     words = torch.stack(philox_words(seed, counter), -1).view(count, 4, 8)
     bits = words[..., None] >> torch.arange(32, device=seed.device) & 1
@@ -161,7 +160,7 @@ def _sign_words(seed, first_group, count):
 
 
 def _rotated(values, lengths, words, is_twice):
-    """Rotate groups, twice if `is_twice` or if the length is no power of two; `words` are the signs."""
+    """Rotate groups by signs, twice if `is_twice` or if the length is no power of two."""
     once = _rotate(values, lengths, words[:, :2])
     twice = _rotate(_moved(once, lengths, 1), lengths, words[:, 2:])
     return torch.where(_second(lengths, is_twice), twice, once)
@@ -173,7 +172,7 @@ def _second(lengths, is_twice):
 
 
 def _moved(values, lengths, direction):
-    """Move groups whose length is no power of two to the left, or back if `direction` is -1."""
+    """Move groups whose length is no power of two to the left, or back for direction -1."""
     out = values.clone()
     for m in lengths.unique().tolist():
         size, _ = _transform_of(m)
@@ -232,7 +231,7 @@ def _transform_of(m: int):
 
 
 def _signed(y, negative, unit, size=None):
-    """Multiply the first `size` numbers of each row by +unit or -unit, and the others by +1 or -1."""
+    """Multiply the first `size` numbers of each row by +unit or -unit, the others by +1 or -1."""
     size = y.shape[1] if size is None else size
     factor = torch.where(torch.arange(y.shape[1], device=y.device) < size, unit, 1.0)
     return y * _with_sign(factor.to(torch.float32), negative)

@@ -12,7 +12,7 @@ class QuantizedForward(NamedTuple):
 
     Attributes:
         codes: the packed codes of x, int32.
-        packed, ranges: the copy of f(x), which the layer after the activation saves, see `reference.quantize`.
+        packed, ranges: the copy of f(x) for the layer after the activation, see `reference.quantize`.
     """
 
     codes: torch.Tensor

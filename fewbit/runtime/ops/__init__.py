@@ -1,5 +1,4 @@
 """The torch ops of the namespace `fewbit`: the schema, implementation, fake, autograd and vmap rule of each op.
 
 In a compiled graph a tensor's strides can differ from those at tracing time, so ops take the strides as an argument.
-This folder may import `runtime.backends` and what `runtime.backends` may import.
 """

@@ -32,13 +32,8 @@ MASKING = ("relu",)
 def activation(x, function, parameters, encoding, seed, inplace):
     """Return f(x), with the strides of torch's result, and the packed codes of x.
 
-    Args:
-        x: a floating tensor of any strides; no two elements may share memory if `inplace`.
-        function: the name of f in `fewbit.functions`.
-        parameters: the parameters of f.
-        encoding: the encoding of the codes.
-        seed: (1,) int64 if the encoding draws codes at random, else None.
-        inplace: whether to write f(x) to x.
+    x is a floating tensor of any strides. If `inplace`, f(x) is written to x, whose elements must not share memory. The
+    other arguments are those of `reference.forward`.
     """
     backend, packed = backends.of(x), None
     source = x if x.is_contiguous() else layout.dense(x)
@@ -64,7 +59,6 @@ def _empty_result(x, function):
 
 
 def _result_stride(x, function):
-    """Return the strides that the result of torch's function has for the input x; None if no rule is known."""
     if function in CONTIGUOUS and not x.is_contiguous():
         return None
     if function in OTHER_STRIDES and not layout.is_regular(x):
@@ -109,10 +103,7 @@ def encode(x, encoding, seed):
 
 
 def decode_mul(grad, packed, encoding, stride):
-    """Return the gradient of the activation's input: `grad` times the value that each element's code stands for.
-
-    `stride` is that of the tensor whose codes were packed, and of the result; None for contiguous.
-    """
+    """Return the gradient of the activation's input, with the strides of the packed tensor (None for contiguous ones)."""
     if stride is None and grad.is_contiguous():
         out = torch.empty_like(grad, memory_format=torch.contiguous_format)
     else:

@@ -5,7 +5,7 @@
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
     pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
 
-`kind` is one of `KIND_NUMBERS`. These functions run where the C++ code does not.
+`kind` is one of `KIND_NUMBERS`. The functions here run where the C++ code does not.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ def _define(schema, implementation):
 
 
 def _keeps_failure(implementation):
-    """Return a function that does the same, and keeps its errors for the C++ code that has called it."""
-
     def run(*arguments, **keywords):
         try:
             return implementation(*arguments, **keywords)

@@ -1,9 +1,9 @@
 """The fixed-point code of a norm's normalized input x~, which contains the exact sign of the norm's result y = gamma x~ + beta.
 
 The values of z = sign(gamma) x~, with sign(0) = +1, from -3 to 3 are divided into 2^K cells. A code of K bits is the
-number of the nearest cell and stands for its middle. If y is 0 at a z0 = -beta / |gamma| with |z0| <= 3, all cells are
-shifted so that z0 is an edge (BLPA, Chakrabarti and Moseley, 2019, eq. 9 to 11); else one code is reserved for values
-beyond z0 (docs/decisions/0012).
+number of the nearest cell and stands for its middle. If y is 0 at a z0 = -beta / |gamma| with |z0| <= 3, z0 is an edge
+(BLPA, Chakrabarti and Moseley, 2019, eq. 9 to 11); else one code is reserved for values beyond z0
+(docs/decisions/0012).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def mask(grad, packed, grid, bits: int, inner: int, slope: float) -> torch.Tenso
 
 
 def _vectors(weight, bias, device):
-    """Return gamma and beta as 1-D tensors in float32, or in float64 to keep small weights from becoming 0."""
+    """Return gamma and beta as 1-D float32, or float64 to keep small weights from becoming 0."""
     if weight is None and bias is None:
         return torch.ones(1, device=device), torch.zeros(1, device=device)
     like = weight if bias is None else bias

@@ -72,7 +72,7 @@ def save_results(op) -> None:
 
 
 def run_by_example(op) -> None:
-    """Register a rule for `torch.func.vmap` that runs `op` for one example of the batch after the other.
+    """Register a rule for `torch.func.vmap` that runs `op` for one example after the other.
 
     One call for the whole batch would pack codes of several examples into the same words.
     """

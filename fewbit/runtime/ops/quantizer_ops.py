@@ -29,7 +29,7 @@ def quantize(
     words=None,
     kind=UNIFORM,
 ):
-    """Quantize a tensor of any strides, see `reference_quantizer.quantize`; `normalize` is a `Normalization` or None.
+    """Quantize a tensor of any strides as `reference_quantizer.quantize`; `normalize` is a `Normalization` or None.
 
     If it has an rstd, `layout.is_by_sample(x)` must be true.
     """
@@ -43,11 +43,10 @@ def quantize(
 def quantize_samples(x, seed, slot, samples, group_size, normalize=None, kind=UNIFORM):
     """Divide the bits of x's slot among x's samples, then quantize x.
 
-    `samples` is the size of dimension 0 as which x is viewed. The other arguments are as in `quantize`.
+    `samples` is the size of dimension 0 as which x is viewed.
 
     Returns:
-        packed and ranges, the results of `quantize`; widths, (samples,) uint8, the bits per element of each sample; and
-        sensitivities, (samples,) float32: a sample with a larger number gets more bits.
+        packed and ranges, as of `quantize`; widths, (samples,) uint8, the bits of each sample; and the `sensitivities`.
     """
     source = _by_samples(x, samples)
     total, backend = slot.total(samples), backends.of(source)
@@ -60,13 +59,12 @@ def quantize_samples(x, seed, slot, samples, group_size, normalize=None, kind=UN
 
 
 def sensitivities(x, slot, samples, group_size, normalize=None, kind=UNIFORM):
-    """Return the numbers by which `quantize_samples` shares bits among samples, (samples,) float32."""
+    """Return the numbers by which `quantize_samples` shares bits, (samples,) float32: a larger one gets more bits."""
     found = squares(_by_samples(x, samples), group_size, normalize, kind)
     return slot.assignment.sensitivities(slot, found)
 
 
 def _by_samples(x, samples):
-    """Return x, dense and with samples outermost in storage, viewed so that dimension 0 has size `samples`."""
     if x.dtype is torch.float64:
         x = x.float()  # the kernels compute in float32
     if not x.is_contiguous() and not layout.is_by_sample(x):
@@ -84,16 +82,16 @@ def channel_statistics(x, count, normalize=None):
 def squares(x, group_size, normalize=None, kind=UNIFORM):
     """Return, for each sample of x, a number to which the variance of rounding is proportional, (N,) float32.
 
-    The variance, summed over the sample's elements, is this number times `distortion(kind, bits)`.
-    `layout.is_by_sample(x)` must be true.
+    Times `distortion(kind, bits)`, it is the variance, summed over the sample's elements. `layout.is_by_sample(x)` must
+    be true.
     """
     return backends.of(x).squares(_narrow(x), group_size, normalize, kind)
 
 
 def rounding_variance(x, samples, group_size, normalize, bits, generator):
-    """Return the variance that rounding to `bits` adds to an element, as a mean for each sample: (samples,) float32.
+    """Return the variance that rounding to `bits` adds to an element of a uniform copy, the mean of each sample.
 
-    It is that of a uniform copy, estimated from two random roundings of x, with seeds of generator(device).
+    It is estimated from two random roundings of x, with seeds of generator(device): (samples,) float32.
     """
     stride = layout.by_sample_stride(x)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -143,10 +141,9 @@ def dequantize(
     mask=None,
     channels=None,
 ):
-    """Return the dequantized values of a tensor, with the given size, strides and dtype.
+    """Return the dequantized values of a tensor, with the given size and dtype, and strides as `layout.by_sample_stride`.
 
-    The strides are those of `layout.by_sample_stride`. The other arguments are those of
-    `reference_quantizer.dequantize`.
+    The other arguments are those of `reference_quantizer.dequantize`.
     """
     settings = widths, affine, kind, mask, channels
     return _dequantized(packed, ranges, bits, group_size, size, stride, dtype, settings)

@@ -1,8 +1,7 @@
 """The bits of every saved tensor in one forward pass, if a policy chooses them.
 
-A tensor's bits are divided among its samples so that the sum of distortion(kind, bits_n) * sensitivity_n is small. The
-*sensitivity* of a sample is its part of `QuantizationRecord.squares`, times the squared norm of its gradient if that is
-known (ActNN, section 4.2).
+A tensor's bits are divided among its samples so that the sum of distortion(kind, bits_n) * sensitivity_n is small
+(ActNN, section 4.2). A sample's *sensitivity* is its `squares`, times the squared norm of its gradient if known.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class TensorSlot(NamedTuple):
         average: the mean number of bits per element, from 1 to 8.
         is_fixed: whether the user gave these bits, so that no policy may change them.
         rounding: the object that the probe's `record_rounding` returned, or None.
-        user: if a probe measures the forward pass, the name of the layer that dequantizes the tensor, unless it is the
-            layer that saved it; else None.
-        kind: the kind of copies that the group quantizer makes, "uniform" or "rotated".
+        user: the name of the layer that dequantizes the tensor, if it is not the layer that saved it and a probe
+            measures the forward pass; else None.
+        kind: the kind of the group quantizer's copies, "uniform" or "rotated".
     """
 
     name: tuple[str, int]
@@ -50,11 +49,10 @@ class TensorSlot(NamedTuple):
     kind: str = UNIFORM
 
     def total(self, samples: int) -> int:
-        """Return the bits of `samples` samples together."""
         return _total_bits(self.average, samples, self._rounds_up)
 
     def uniform(self) -> int:
-        """Return the whole bits per element of a tensor that is not divided into samples."""
+        """Return the whole bits per element if they are not divided."""
         return _total_bits(self.average, 1, self._rounds_up)
 
     @property
@@ -72,20 +70,20 @@ def _total_bits(average: float, samples: int, rounds_up: bool) -> int:
 class Probe(Protocol):
     """The object that measures one forward pass and its backward pass for a policy.
 
-    The methods are called in the order in which they are listed, and none may raise an exception.
+    The methods are called in this order, and none may raise an exception.
     """
 
     def record_saved(self, slot: TensorSlot, elements: int, sensitivities):
         """Record that a layer saved a tensor of this many elements.
 
-        `sensitivities` is those of the samples, (samples,) float32, or None if the bits are not divided.
+        `sensitivities` is (samples,) float32, or None if the bits are not divided.
         """
 
     def record_rounding(self, slot: TensorSlot, record) -> object | None:
         """Measure the rounding of a `spec.QuantizationRecord`; the result becomes `TensorSlot.rounding`."""
 
     def knows(self, name: tuple[str, int]) -> bool:
-        """Return whether `record_saved` was called for the slot with this name."""
+        """Return whether `record_saved` was called for the slot `name`."""
 
     def watch(self, outputs) -> None:
         """Follow the backward pass that starts at the model's outputs, tensors in nested containers."""
@@ -98,9 +96,9 @@ class Probe(Protocol):
 
         Args:
             number: the number that `watch` has given to the layer's node of the autograd graph.
-            backward: the layer's backward function, which the probe may call again as backward(context, *grads).
+            backward: the layer's backward function; the probe may call backward(context, *grads) again.
             context: the context of the layer's autograd Function.
-            grads: the gradients with which `backward` was called.
+            grads: the gradients of the layer's results.
             results: the gradients that `backward` returned.
             slots: the slots whose tensors `backward` dequantized.
         """
@@ -108,8 +106,8 @@ class Probe(Protocol):
     def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int, errors) -> torch.Tensor:
         """Return noise to add to dequantized values `rows`, (samples, features): float32 of the same shape.
 
-        It imitates the errors of rounding to `level` bits, of LEVELS. errors(bits, seed) is those of rounding again, a
-        vector.
+        It imitates the errors of rounding to `level` bits, of LEVELS. errors(bits, seed) is the errors of rounding
+        again.
         """
 
 
@@ -121,7 +119,6 @@ class ChannelWeights:
         self._by_device = {cpu: torch.tensor(weights, dtype=torch.float32, device=cpu)}
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the weights, (channels,) float32, on a device."""
         found = self._by_device.get(device)
         if found is None:
             found = self._by_device[device] = self._by_device[torch.device("cpu")].to(device)
@@ -134,12 +131,10 @@ class BitAssignment:
     """The bits of all slots in one forward pass, also when a region of it is recomputed.
 
     Args:
-        averages: {slot's name: average bits per element} of slots for which the policy replaces the layer's own
-            average.
-        samples: the number of samples in the forward pass; None if it is not known.
-        probe: the probe that measures this forward pass, or None.
+        averages: {slot's name: average bits per element} where the policy replaces the layer's own average.
+        samples: the number of samples in the forward pass, or None if it is not known.
         magnitudes: the squared gradient norms of samples in earlier backward passes, or None.
-        numbers: the rows of this forward pass's samples in `magnitudes`; None if the samples have no numbers.
+        numbers: the rows of this forward pass's samples in `magnitudes`, or None.
         codecs: {slot's name: slot codec} of slots that the group quantizer does not save.
         activations: {activation's name: bits} where the policy replaces the activation's own bits.
         channels: {layer's name: number of channels} of layers whose bits are divided among the channels of each sample.
@@ -166,24 +161,16 @@ class BitAssignment:
     def slot(
         self, name: tuple[str, int], average: float, is_fixed: bool, kind: str = UNIFORM
     ) -> TensorSlot:
-        """Return the slot `name`, with the average that the policy chose for the slot, else with the given average.
-
-        Args:
-            name: (the layer's name, the number of the tensor among the layer's inputs).
-            average: the layer's own average of bits per element.
-            is_fixed: whether the policy must not change the average.
-            kind: the kind of the slot's copies.
-        """
+        """Return the slot `name`, as `TensorSlot` describes it, with the policy's average, if any."""
         if not is_fixed and name in self.averages:
             average = self.averages[name]
         return _new(TensorSlot, (name, average, is_fixed, self, None, None, kind))
 
     def activation_bits(self, name: str, default: int) -> int:
-        """Return the bits that the policy chose for the few-bit activation `name`, else `default`."""
         return self.activations.get(name, default)
 
     def sensitivities(self, slot: TensorSlot, squares: torch.Tensor) -> torch.Tensor:
-        """Return the sensitivities, (samples,) float32, of samples with these `squares` (`quantizer_ops.squares`)."""
+        """Return the sensitivities, (samples,) float32, of samples with these `squares`."""
         if self.numbers is None and not self.channel_weights:
             return squares
         layer, number = slot.name
@@ -211,7 +198,7 @@ class BitAssignment:
         return found
 
     def samples_of(self, x, layer: str = "") -> int | None:
-        """Return the number of samples, or of channels of samples, among which x's bits are divided; None if they are not."""
+        """Return the number of samples, or of channels of samples, among which x's bits are divided, or None."""
         if not self.samples or not x.ndim or not x.numel():
             return None
         channels = self.channels.get(layer) if self.channels else None
@@ -225,13 +212,13 @@ class BitAssignment:
 
 
 def _has_planes(x, channels: int) -> bool:
-    """Return whether x has shape (N, channels, ...), is contiguous, and has groups of its own in each channel."""
+    """Return whether x is contiguous, (N, channels, ...), and has groups of its own in each channel."""
     fits = x.dim() > 2 and x.shape[1] == channels and x.is_contiguous()
     return fits and x.numel() >= LEAST_FEATURES * len(x) * channels
 
 
 def batch_size(inputs) -> int | None:
-    """Return the size of dimension 0 of the first tensor among a model's inputs, or None."""
+    """Return the size of dimension 0 of the first tensor among the inputs, or None."""
     for value in inputs:
         if isinstance(value, torch.Tensor) and value.dim():
             return len(value)

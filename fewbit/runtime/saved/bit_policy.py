@@ -29,16 +29,15 @@ class BitPolicy:
         bits: the average number of bits per element, from 1 to 8.
 
     Attributes:
-        averages: {slot's name: average bits per element} of slots for which the policy replaces the layer's own
-            average.
+        averages: as in `BitAssignment`.
     """
 
     kind = "SampleBits"
     """The name of the policy's configuration in messages."""
     shares_results = True
-    """True if layers compute results of earlier layers again from the copies of other layers (`quantizers/computed.py`)."""
+    """True if layers compute earlier layers' results again from copies (`quantizers/computed.py`)."""
     limit: float | None = None
-    """The largest ratio E|g^|^2 / E|g|^2 of the compressed gradient g^ and the exact g that the policy allows, or None."""
+    """The largest gradient ratio, E|g^|^2 / E|g|^2, that the policy allows, or None."""
 
     def __init__(self, bits: float = MAX_BITS):
         self.bits = bits
@@ -53,7 +52,7 @@ class BitPolicy:
         """Return the bit assignment of a forward pass in training that begins now: a call of `module` with `inputs`.
 
         Raises:
-            InputError: the number of samples is not that of the numbers which the user gave (`number_samples`).
+            InputError: the user gave numbers for more or fewer samples (`number_samples`).
         """
         assignment = self.assign(inputs)
         numbers, self._numbers = self._numbers, None
@@ -66,20 +65,18 @@ class BitPolicy:
         return assignment
 
     def assign(self, inputs, probe: Probe | None = None) -> BitAssignment:
-        """Return an assignment for a forward pass from which the policy learns nothing, measured by the caller's probe, if any."""
+        """Return an assignment from which the policy learns nothing, measured by the caller's probe, if any."""
         return BitAssignment(self.averages, batch_size(inputs), probe)
 
     def report_unobserved(self, layer: str, reason: str) -> None:
-        """Record that no probe can see what a layer saves, because of COMPILED, REENTRANT or ALONE (`assignment.py`)."""
+        """Record that no probe can see what a layer saves, and the reason, such as COMPILED (`assignment.py`)."""
 
     # -- The controller asks ---------------------------------------------------------------------------------
 
     def tables(self, model, ended: str) -> dict[str, Rows]:
         """Return {"allocation" or "bounds": rows} of the policy's choices, for the controller's property of this name.
 
-        Args:
-            model: the compressed model; None if it no longer exists.
-            ended: the reason why the model is no longer trained with this policy, or "".
+        `model` is None if it no longer exists. `ended` is why it is no longer trained with this policy, or "".
         """
         return {}
 
@@ -92,7 +89,6 @@ class BitPolicy:
         self._numbers = self._places_of_samples.of(numbers)
 
     def state_dict(self) -> dict:
-        """Return all that the policy has learned, for `load_state_dict`."""
         if not self.magnitudes:
             return {}
         return {"magnitudes": self.magnitudes.state(), "numbers": self._places_of_samples.state()}
@@ -112,7 +108,7 @@ class BitPolicy:
 
 
 def wrong_state(kind: str, state: Mapping) -> InputError:
-    """Return the InputError for a state that is not from a controller with the configuration class `kind`."""
+    """Return the InputError for a state that is not from a controller with the configuration `kind`."""
     return InputError(f"expected the state of a controller of {kind}, got one {_origin(state)}")
 
 

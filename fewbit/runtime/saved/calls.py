@@ -18,7 +18,7 @@ class CallGuard:
         self.context = context
 
     def call(self, module, function, args=(), kwargs=None):
-        """Return function(*args, **kwargs), run as a call of `module`. The outermost call is the whole forward pass."""
+        """Return function(*args, **kwargs), run as a call of `module`. The outermost call is the forward pass."""
         forward = running.forward
         if forward is not None and forward.context is not self.context:
             forward = self.context.running()
@@ -42,7 +42,6 @@ class CallGuard:
             bypass.stack.modes = modes
 
     def _outermost(self, _, module, function, args, kwargs):
-        """Run a call that is a forward pass of the model."""
         context, outer, modes = self.context, running.forward, bypass.stack.modes
         has_grad = torch.is_grad_enabled()
         compressor, start = context.compressor, 0

@@ -24,7 +24,6 @@ from fewbit.runtime.saved.forward import NO_GROUPS, Forward, RunOfRegion, Saving
 from fewbit.runtime.saved.seeds import generator_hash, mixed, purpose
 
 MOST_CONSUMERS = 4096
-"""The largest number of remembered pairs of an activation and its consumer."""
 
 
 @contextmanager
@@ -44,7 +43,7 @@ def measuring(observation=None):
 class ForwardContext:
     """The state that the layers of one converted model share.
 
-    A deep copy or an unpickled context is constructed anew with the same arguments.
+    A copied or unpickled context is constructed anew with the same arguments.
 
     Args:
         contexts: context managers that are entered around each forward pass in training, in this order.
@@ -110,7 +109,7 @@ class ForwardContext:
         return Forward(self, module, outer, True, assignment, self._start(groups), groups)
 
     def begin_without_gradients(self, module) -> Forward:
-        """Return a forward pass with gradients disabled, without bits until a layer saves a tensor."""
+        """Return a forward pass without gradients, which has no bits until a layer saves a tensor."""
         return Forward(self, module, running.forward, False, None, None, self._groups, False)
 
     def _start(self, groups) -> int | None:
@@ -120,7 +119,7 @@ class ForwardContext:
         return generator_hash(self.salt, groups.data_rank if groups.data else ())
 
     def running(self) -> Forward | None:
-        """Return the forward pass of this model that runs in this thread, or None."""
+        """Return the model's forward pass that runs in this thread, or None."""
         forward = running.forward
         while forward is not None and forward.context is not self:
             forward = forward.outer
@@ -128,7 +127,6 @@ class ForwardContext:
 
     @property
     def shares_results(self) -> bool:
-        """See `BitPolicy.shares_results`."""
         return self.policy is None or self.policy.shares_results
 
     def run_activation(self, path: str, function, *args, **kwargs):
@@ -145,10 +143,9 @@ class ForwardContext:
     # -- What layers ask ---------------------------------------------------------------------------------
 
     def saving(self, x: torch.Tensor) -> Saving:
-        """Return what a layer needs to save x now.
+        """Return what a layer needs to save x now. Both runs of a region get the same bits and seeds.
 
-        Outside a forward pass of the model, x gets bits for itself alone. Both runs of a region get the same bits and
-        seeds, so that they save the same copies.
+        Outside a forward pass of the model, x gets bits for itself alone.
         """
         forward = running.forward
         if forward is not None and forward.context is self and top_hooks(False) is None:
@@ -201,10 +198,9 @@ class ForwardContext:
         return None if entry is None else entry.run_again(torch._C._current_graph_task_id())
 
     def join_region(self, forward: Forward, is_whole: bool = False) -> None:
-        """Record the region within which a call of a module begins, if there is one.
+        """Record the region within which a call of a module, or the whole forward pass if `is_whole`, begins, if any.
 
-        Layers in a region with `use_reentrant=True` save tensors only when the region is recomputed. `is_whole` says
-        whether the call is the whole forward pass.
+        Layers in a region with `use_reentrant=True` save tensors only when the region is recomputed.
         """
         if forward.hook is not None:
             region = region_of(forward.hook)
@@ -219,13 +215,12 @@ class ForwardContext:
                     self._whole.add(region)
 
     def end(self, forward: Forward) -> None:
-        """Drop the copies of regions, unless the forward pass is a part of a region that still runs."""
+        """Drop the copies of regions, unless a region that still runs contains the forward pass."""
         is_over = forward.hook is None or self.is_private or self._contains(forward)
         if is_over and self._local.latest is not None:
             self._local.forget_runs()
 
     def repeats(self, forward: Forward) -> bool:
-        """Return whether a forward pass is the second run of a whole forward pass."""
         if not in_backward():
             return False
         region = reentrant_region() if forward.hook is None else region_of(forward.hook)
@@ -257,7 +252,6 @@ class ForwardContext:
         return assignment
 
     def activation_bits(self, name: str, bits: int, x) -> int:
-        """Return the bits that the policy chose for the activation `name`, else `bits`."""
         if self.policy is None or not x.requires_grad or not torch.is_grad_enabled():
             return bits
         if torch._C._functorch.maybe_current_level() is not None:
@@ -268,8 +262,7 @@ class ForwardContext:
     def observed_activation(self, function: str, parameters: tuple) -> tuple | None:
         """Return (name, function, parameters) of the running activation; None if no probe measures this forward.
 
-        The name is the path of the activation module, or "path of the module:function" if another module calls the
-        function.
+        The name is the activation module's path, or "path:function" if the module at this path calls the function.
         """
         forward = self.running()
         if forward is None or forward.assignment is None or forward.assignment.probe is None:
@@ -282,14 +275,13 @@ class ForwardContext:
     # -- Consumers of activations ------------------------------------------------------------------------
 
     def add_consumer(self, result, quantizer) -> None:
-        """Remember that a layer with this quantizer saves an `ActivationResult`."""
         result.is_used = True
         if len(self.consumers) >= MOST_CONSUMERS:
             self.consumers.clear()  # so many pairs arise if the inputs' shapes change all the time
         self.consumers[result.number] = quantizer
 
     def forget_unused(self, forward: Forward) -> None:
-        """Forget each consumer that did not use the copy that an activation made for it."""
+        """Forget each consumer that did not use an activation's copy."""
         for result in forward.shared.results.values():
             if result.has_copy and not result.is_used:
                 self.consumers.pop(result.number, None)
@@ -299,7 +291,7 @@ _PART, _REGION = purpose("part"), purpose("region")
 
 
 class _Region:
-    """A region, as its later runs need it: its forward pass, and its number among the regions of the forward pass."""
+    """A region, as its later runs need it: its forward pass, and its number in the forward pass."""
 
     def __init__(self, saving: Saving, number: int):
         self.assignment, self.groups, self._latest = saving.assignment, saving.groups, (None, None)
@@ -312,7 +304,6 @@ class _Region:
         return RunOfRegion(self.assignment, self.start, self.groups)
 
     def run_again(self, task: int) -> RunOfRegion:
-        """Return what layers need in a run within the backward pass with this number."""
         latest, found = self._latest
         if latest != task:
             found = self.run()
@@ -327,7 +318,7 @@ class _Local(threading.local):
         self.unknown = None  # the latest Saving outside of all known forward passes
 
     def use(self, run: RunOfRegion) -> None:
-        """Drop the copies of the run that was used before: a hook lives as long as its graph, which must not hold copies."""
+        """Drop the copies of the run before: a hook lives as long as its graph, which must not hold copies."""
         latest = None if self.latest is None else self.latest()
         if latest is not run:
             if latest is not None:
@@ -343,7 +334,7 @@ class _Local(threading.local):
 
 
 _owners = weakref.WeakKeyDictionary()
-"""{region: weak reference to the context of the model in whose forward pass the region began}"""
+"""{region: weak reference to the context of the model in whose forward pass it began}"""
 
 
 def current() -> ForwardContext | None:
@@ -357,7 +348,7 @@ def current() -> ForwardContext | None:
 
 
 def contexts_of(model: nn.Module) -> Iterator[ForwardContext]:
-    """Yield the context of every module whose calls run within a `CallGuard`, repeatedly if modules share it."""
+    """Yield the context of every module that has a `CallGuard`, repeatedly if modules share it."""
     for module in model.modules():
         guard = vars(module).get(GUARD)
         if isinstance(module, TrackedModule) and guard is not None:

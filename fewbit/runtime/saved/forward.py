@@ -1,4 +1,4 @@
-"""A forward pass of a converted model has bits, seeds, and the copies that layers share."""
+"""The bits and seeds of a forward pass of a converted model, and the copies that its layers share."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Saving:
     Args:
         assignment: the bits of all tensors; None if they are fixed.
         start: a hash that no other forward pass has; None if seeds are drawn from torch's generator.
-        groups: the processes that run the forward pass. Those of tensor parallelism get the same seeds, because they
-            must round replicated tensors alike; others have different `start`.
+        groups: the processes that run the forward pass. Those of tensor parallelism get the same seeds, others have
+            different `start` (docs/decisions/0010).
         shares: whether layers share copies.
         part: 0 in a forward pass, and 1, 2 ... when parts of it run again.
 
@@ -61,10 +61,9 @@ class Saving:
         self._counts, self._agreed = {}, None
 
     def seed(self, x: torch.Tensor, purpose: int) -> int | torch.Tensor:
-        """Return a seed from which x is rounded, another one in each call with the same `purpose` (`seeds.purpose`).
+        """Return a new seed from which x is rounded, for a `purpose` (`seeds.purpose`; docs/decisions/0010).
 
-        Nothing is drawn from torch's generator. The seed is an int64, as (1,) int64 on x's device in a CUDA graph or
-        with tensor parallelism.
+        It is an int64, as (1,) int64 on x's device in a CUDA graph or with tensor parallelism.
         """
         self.has_saved = True
         counts = self._counts
@@ -79,7 +78,7 @@ class Saving:
         return (z ^ z >> 31) - 2**63
 
     def seed_of(self, x: torch.Tensor, purpose: int, count: int = 0) -> int | torch.Tensor:
-        """Return the seed for a purpose and a count, the same in each call; see `seed`."""
+        """Return the seed for a purpose and a count, as `seed` does, but the same in each call."""
         if self.start is None:
             return library.new_seed(x)
         if shards.running.place:
@@ -90,7 +89,6 @@ class Saving:
         return mixed(self.start + (x.device.index or 0), purpose, count)
 
     def count(self, purpose: int) -> int:
-        """Return how often this was called with the same purpose before."""
         count = self._counts.get(purpose, 0)
         self._counts[purpose] = count + 1
         return count
@@ -100,7 +98,7 @@ class Saving:
         self._counts = other._counts
 
     def _agreed_number(self, device) -> torch.Tensor:
-        """Return a number on which the processes of each tensor-parallel group agree, (1,) int64."""
+        """Return a number on which each tensor-parallel group agrees, (1,) int64."""
         self._agreed = self._agreed or {}
         if device not in self._agreed:
             number = torch.full((1,), self.start - 2**63, dtype=torch.int64, device=device)
@@ -127,7 +125,6 @@ class Forward(Saving):
     """A forward pass of a converted model, which runs in this thread.
 
     Args:
-        context: the model's `ForwardContext`.
         module: the module whose call is the forward pass.
         outer: the forward pass of another model within which this one runs, or None.
         assignment, start, groups, shares, part: as in `Saving`.
@@ -159,7 +156,6 @@ class Forward(Saving):
 
     @property
     def path(self) -> str:
-        """The path of the innermost module that runs now."""
         attributes = self.module.__dict__
         return attributes[PATH] if PATH in attributes else ""
 
@@ -172,11 +168,7 @@ class Forward(Saving):
         return hook is None or self.hook is hook
 
     def compresses_functions(self) -> bool:
-        """Return whether to compress the functions that the running module calls now.
-
-        They are compressed if the module is in training mode, and if a recomputation would compress them again
-        (`recomputes_alike`).
-        """
+        """Return whether to compress the functions that the running module calls: in training, if it `recomputes_alike`."""
         if not self.module.training:
             return False
         return top_hooks(False) is None or self.recomputes_alike()

@@ -22,9 +22,7 @@ from fewbit.runtime.interop.saved_tensor_hooks import take_off_hooks
 from fewbit.runtime.saved.transfers import CudaTransfers, OnDevice
 
 LEAST_BYTES = 64 * 1024
-"""The default of `Offload`'s `least`."""
 AHEAD = 2
-"""The default of `Offload`'s `ahead`."""
 TRANSFERS = {"cuda": CudaTransfers}
 """{device type: class that copies bytes between device and host}. Tensors on other devices are not moved."""
 
@@ -53,14 +51,13 @@ def mark(*tensors: torch.Tensor) -> None:
 class Offload:
     """A context manager around a forward pass that moves tensors saved by fewbit to the host until the backward pass.
 
-    No tensor is moved to the host during a backward pass, within other hooks on saved tensors (those of
-    `fewbit.saved_bytes`, `save_on_cpu` or a checkpoint), or while a CUDA graph is captured.
+    docs/guides/offload.md says when nothing is moved.
 
     Args:
         least: the size in bytes of the smallest storage that is moved.
         ahead: the number of layers whose tensors are copied at the same time. The tensors of the last `ahead` layers
             stay on the device, and those of the next `ahead` layers are copied back in advance.
-        transfers: {device type: class that copies to and from the host}. The default is `TRANSFERS`.
+        transfers: as `TRANSFERS`, which is the default.
 
     Raises:
         InputError: `least` or `ahead` is not an integer of at least 0.
@@ -92,7 +89,7 @@ class Offload:
 
     @property
     def bytes_on_host(self) -> int:
-        """The bytes of moved tensors that autograd graphs hold on the host now."""
+        """The bytes of moved tensors that autograd graphs hold on the host."""
         return sum(len(copy.host) for copy in tuple(self._on_host))
 
     @contextmanager
@@ -143,7 +140,7 @@ class Offload:
             return self._transfers[device]
 
     def send(self, transfers, source: torch.Tensor) -> tuple[_Copy, OnDevice]:
-        """Start to copy bytes to the host. Return the copy, and what keeps the bytes on the device until it is complete."""
+        """Start to copy bytes to the host. Return the copy, and what keeps the bytes on the device."""
         host, event = transfers.to_host(source)
         copy = _Copy(host)
         self._on_host.add(copy)
@@ -151,7 +148,6 @@ class Offload:
         return copy, OnDevice(transfers, source, event)
 
     def fetch(self, transfers, copy: _Copy) -> OnDevice:
-        """Start to copy the bytes of `copy` back to the device."""
         self.bytes_back += len(copy.host)
         return OnDevice(transfers, *transfers.to_device(copy.host))
 
@@ -203,7 +199,6 @@ class _Forward:
                 lane.end()
 
     def is_over(self) -> bool:
-        """Return whether a backward pass has begun, or all tensors of the latest layer are gone."""
         lanes = [lane for lane in self._lanes.values() if lane is not None]
         return bool(lanes) and any(lane.is_over() for lane in lanes)
 
@@ -295,7 +290,7 @@ class _Lane:
         self._present.add(copy)
 
     def _forget(self, layer: int) -> None:
-        """Free bytes that only handles of later layers want, which backward has passed."""
+        """Free bytes that only handles of later layers want, which the backward pass has left."""
         for copy in tuple(self._present):
             if not any(handle.layer <= layer for handle in copy.wanted_by):
                 copy.value = None
@@ -326,7 +321,6 @@ class _Handle:
         self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor on the device, for work that the current stream gets from now on."""
         memory = self.lane.restore(self)
         view = torch.empty(0, dtype=self._dtype, device=memory.device)
         return view.set_(memory.untyped_storage(), *self._place)
@@ -373,7 +367,7 @@ def _unpack(packed):
 
 
 def _hooks() -> tuple:
-    """Return the pack and the unpack hook, disabled for torch.compile if torch._dynamo is imported."""
+    """Return the pack and the unpack hook, disabled for torch.compile if Dynamo is imported."""
     return _uncompiled() if "torch._dynamo" in sys.modules else (_pack, _unpack)
 
 
@@ -383,7 +377,7 @@ def _uncompiled() -> tuple:
 
 
 def _may_enter() -> bool:
-    """Return whether an Offload may push its hooks: not in a backward pass, nor on top of hooks of others."""
+    """Return whether an Offload may push its hooks: not in a backward pass, nor on top of others' hooks."""
     autograd = torch._C._autograd
     if torch._C._current_graph_task_id() != -1 or not autograd._saved_tensors_hooks_is_enabled():
         return False

@@ -25,7 +25,6 @@ class SampleIndices:
         return len(self.indices)
 
     def to(self, device) -> SampleIndices:
-        """Return the rows on a device."""
         return SampleIndices(self.indices.to(device, non_blocking=True), self.size)
 
 
@@ -36,7 +35,7 @@ class SampleNumbering:
         self._of: dict[int, int] = {}
 
     def of(self, numbers) -> SampleIndices:
-        """Return the rows of the samples with these numbers. For anything else than (N,) integers, raise InputError."""
+        """Return the samples' rows. For anything but (N,) integers, raise InputError."""
         try:
             is_tensor = isinstance(numbers, torch.Tensor)
             found = numbers if is_tensor else torch.as_tensor(numbers, device="cpu")
@@ -85,9 +84,9 @@ class GradientMagnitudes:
         return bool(self._tables)
 
     def of(self, name: tuple, numbers: SampleIndices) -> torch.Tensor | None:
-        """Return the samples' squared gradient norms, divided by their mean, (N,) float32; 1 for a sample not seen before.
+        """Return the samples' squared gradient norms, divided by their mean, (N,) float32; None if the slot has none.
 
-        Returns None if no gradient was recorded for the slot `name`.
+        A sample not seen before has 1.
         """
         if name not in self._tables:
             return None
@@ -95,7 +94,6 @@ class GradientMagnitudes:
         return (known / known.nanmean()).nan_to_num(1.0, 1.0, 1.0)
 
     def note(self, name: tuple, numbers: SampleIndices, grad: torch.Tensor) -> None:
-        """Record the finite squared norms of samples' gradients for a slot."""
         count = len(numbers)
         if not count or not grad.numel() or not grad.dim() or len(grad) % count:
             return
@@ -127,7 +125,7 @@ class GradientMagnitudes:
         self._streams[name] = current
 
     def state(self) -> list[dict]:
-        """Return the tables for `load`: for each slot a dict with the slot's name and the squared norms on the CPU."""
+        """Return the tables for `load`: for each slot a dict with its name and the squared norms on the CPU."""
         return [
             {"name": name, "input": slot, "squares": table.detach().to("cpu", copy=True)}
             for (name, slot), table in self._tables.items()

@@ -1,4 +1,4 @@
-"""The seeds from which tensors are rounded."""
+"""The seeds from which tensors are rounded (docs/decisions/0010)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fewbit.runtime.interop.checkpoint import outside_dispatch_modes
 
 MASK = 2**64 - 1
 STEP = 0x9E3779B97F4A7C15
-"""An odd number, so that its multiples are all different in 64 bits."""
+"""An odd number: its multiples are all different in 64 bits."""
 
 
 @lru_cache(maxsize=2**14)

@@ -1,8 +1,8 @@
 """The quantized copies that the layers of one model share during a forward pass.
 
-A copy is found by the saved tensor's storage, place in the storage, and version, and by the CUDA stream in which it was
-made. The *consumer* of an activation is the layer that saves its result; the activation makes the copy for it. A *mask*
-is the 1-bit codes of a ReLU, which say where its result is 0.
+A copy is found by the saved tensor's storage, place in the storage, and version, and by the CUDA stream. The *consumer*
+of an activation is the layer that saves its result; the activation makes the copy for it. A *mask* is the 1-bit codes
+of a ReLU, which say where its result is 0.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from fewbit.runtime.interop.cuda_streams import stream_of
 from fewbit.runtime.saved import offload
 
 FIXED_POINT = "pre-activation"
-"""The key of fixed-point copies (`quantizers/preactivation.py`)."""
 _SOFTMAX = "softmax"
-"""The first part of the keys of results of softmax."""
 _storages = torch.UntypedStorage
 _UNKNOWN = object()
 
@@ -27,13 +25,8 @@ _UNKNOWN = object()
 def place_of(x: torch.Tensor, changes: int = 0, stride=_UNKNOWN) -> tuple | None:
     """Return a tuple that identifies a tensor with its present content, and the current stream.
 
-    Args:
-        x: the tensor.
-        changes: the number of in-place changes of x that its version does not count yet.
-        stride: None if the caller knows that x is contiguous.
-
-    Returns:
-        The tuple; None if x is an inference tensor, which has no version.
+    It is None for an inference tensor, which has no version. `changes` is the number of in-place changes of x that its
+    version does not count yet; `stride` is None if the caller knows that x is contiguous.
     """
     try:
         version = x._version + changes
@@ -86,7 +79,6 @@ class SharedCopies:
     # -- Copies ------------------------------------------------------------------------------------------
 
     def get(self, place: tuple, key):
-        """Return the copy of a tensor, `SavedTensors`, or None."""
         if place not in self.copies or place[0] in self._exposed:
             return None
         copies = self.copies[place]
@@ -96,13 +88,12 @@ class SharedCopies:
         return found
 
     def entries(self, place: tuple | None) -> dict:
-        """Return {key: copy} of a tensor, with the copies as `put` received them."""
         if place not in self.copies or place[0] in self._exposed:
             return {}
         return self.copies[place]
 
     def with_more_bits(self, place: tuple, key: tuple):
-        """Return a copy that differs from those of a layer only in that it has more bits, or None."""
+        """Return a copy that has more bits than that of `key` and no other difference, or None."""
         bits, *others = key
         for more, *of_other in sorted(self.copies.get(place, ()), key=str):
             if bits is not None and more is not None and more > bits and of_other == others:
@@ -112,10 +103,7 @@ class SharedCopies:
         return None
 
     def put(self, x: torch.Tensor, place: tuple | None, key, saved) -> None:
-        """Add a copy of a tensor; without a place, it is not shared.
-
-        `saved` may also be a function that returns the copy or None, called if a layer looks for it.
-        """
+        """Add a copy of a tensor, or a function that returns the copy or None; without a place, it is not shared."""
         if place is None:
             return
         if place[0] not in self._held or offload.running.entered:
@@ -128,26 +116,25 @@ class SharedCopies:
             self.keys.add(key)
 
     def clear(self) -> None:
-        """Drop everything."""
         self.copies.clear()
         self.masks.clear()
 
     def _hold(self, x, place) -> None:
-        """Keep the address of the storage of x from being used again, if it is not kept yet."""
+        """Keep the address of x's storage from being used again."""
         if offload.running.entered:
             self._drop_expired()
         if place[0] not in self._held:
             self._held[place[0]] = x.untyped_storage()._weak_ref()
 
     def _drop_expired(self) -> None:
-        """Drop copies and masks of tensors that no longer exist. They would stay on the device until the forward ends."""
+        """Drop copies and masks of tensors that no longer exist, before the forward ends."""
         gone = {at for at, reference in self._held.items() if _storages._expired(reference)}
         for entries in (self.copies, self.masks):
             for place in [place for place in entries if _address(place) in gone]:
                 del entries[place]
 
     def stop_sharing(self, x) -> None:
-        """Stop sharing copies of x, because x's memory may change while its version does not."""
+        """Stop sharing copies of x, whose memory may change while its version does not."""
         # Parameters of lazy modules refuse access through `__torch_function__`.
         with torch._C.DisableTorchFunctionSubclass():
             try:
@@ -161,7 +148,7 @@ class SharedCopies:
     # -- Fixed-point copies, and results of softmax --------------------------------------------------------
 
     def get_softmax(self, x, key=None):
-        """Return a copy, with any key for None, if x is a result of softmax, or a contiguous view of all of it."""
+        """Return a copy, with any key for None, if x is a result of softmax or a contiguous view of all of it."""
         if not self.copies or not x.is_contiguous():
             return None
         memory = memory_of(x)
@@ -172,7 +159,6 @@ class SharedCopies:
         return saved.viewed(tuple(x.shape)) if key in (None, settings) else None
 
     def put_softmax(self, y, key, saved) -> None:
-        """Add the copy that softmax saves of its result y."""
         memory = memory_of(y)
         if memory is not None and y.is_contiguous():
             self._hold(y, memory)
@@ -182,11 +168,10 @@ class SharedCopies:
 
     @property
     def has_linear(self) -> bool:
-        """Return whether `put_linear` was called."""
         return bool(self._linear)
 
     def put_linear(self, node, y: torch.Tensor, saved) -> None:
-        """Add what computes the result y of the linear layer with this autograd node, `SavedTensors`."""
+        """Add the `SavedTensors` that compute the result y of the linear layer with this autograd node."""
         if self._linear is None:
             self._linear = weakref.WeakKeyDictionary()
         # This tensor has no memory, but it has the version of y, and of all views of y.
@@ -209,14 +194,14 @@ class SharedCopies:
     # -- Masks ---------------------------------------------------------------------------------------------
 
     def put_mask(self, y: torch.Tensor, mask: torch.Tensor, changes: int) -> None:
-        """Add the mask of a ReLU's result y, in the order of y's memory. `changes`: as in `place_of`."""
+        """Add the mask of a ReLU's result y, in the order of y's memory."""
         memory = memory_of(y, changes)
         if memory is not None:
             self._hold(y, memory)
             self.masks[memory] = mask
 
     def get_mask(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the mask of a tensor that is the result of a ReLU, or a view of all of it, or None."""
+        """Return the mask if x is the result of a ReLU or a view of all of it, else None."""
         if not self.masks or not layout.is_dense(x):
             return None
         memory = memory_of(x)
@@ -226,7 +211,6 @@ class SharedCopies:
     # -- Activations whose results are saved by layers ---------------------------------------------------
 
     def record_output(self, x, y, place: tuple | None, has_copy: bool) -> None:
-        """Record that an activation with input x returned y."""
         number = len(self.results), x.shape, x.dtype
         if place is None:
             place = number

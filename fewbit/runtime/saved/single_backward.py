@@ -16,8 +16,7 @@ from fewbit.runtime.probes.restoring import observed
 class SavingFunction(Function):
     """The base of the autograd Functions of layers. Differentiating the results of their backward raises GradientError.
 
-    torch's `once_differentiable` gives a second derivative of zero, which is wrong, if the incoming gradient is a
-    constant.
+    torch's `once_differentiable` gives a wrong second derivative, zero, if the incoming gradient is a constant.
 
     Attributes:
         gradient_errors: a static method (context, what was kept, gradient of the result, gradients of the inputs,
@@ -60,10 +59,7 @@ def _once(backward):
 
 
 class Once(Function):
-    """An autograd Function that returns a gradient unchanged, but dependent on the tensors from which it was computed.
-
-    Differentiating the gradient by one of them runs the Function's own backward, which raises GradientError.
-    """
+    """An autograd Function that returns a gradient unchanged, and raises GradientError if the gradient is differentiated."""
 
     @staticmethod
     def forward(ctx, result, *inputs):
@@ -80,13 +76,7 @@ class Once(Function):
 
 
 def refuse_batches(layer: str, grads, transforms_only: bool) -> None:
-    """Raise GradientError if one of the gradients is a batch of gradients.
-
-    Args:
-        layer: the layer's name, for the message.
-        grads: the incoming gradients.
-        transforms_only: whether to look only for batches of `torch.func.vmap`, see `tensor_kinds.is_batched`.
-    """
+    """Raise GradientError if a gradient is a batch (`tensor_kinds.is_batched`); `layer` is for the message."""
     for grad in grads:
         if is_batched(grad, transforms_only):
             raise GradientError(
@@ -98,7 +88,7 @@ def refuse_batches(layer: str, grads, transforms_only: bool) -> None:
 def refuse_forward_mode(*tensors) -> None:
     """Raise GradientError if one of the tensors, which may be None, is a dual number of `torch.autograd.forward_ad`.
 
-    The Functions have no method `jvp`, which could raise this error, because Dynamo traces no Function that has one.
+    A method `jvp` could raise the error instead, but Dynamo traces no Function that has one.
     """
     for x in tensors:
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
@@ -108,7 +98,7 @@ def refuse_forward_mode(*tensors) -> None:
 def graph_anchors(ctx) -> list[torch.Tensor]:
     """Return tensors on which `Once` makes a gradient depend: leaves of the input's graph, as the input is not saved.
 
-    The incoming gradient alone does not do, because it may be a constant.
+    The incoming gradient may be a constant.
     """
     return [torch.empty(0, requires_grad=True), *_leaves(ctx)]
 

@@ -16,7 +16,6 @@ class CudaTransfers:
 
     @staticmethod
     def is_ready() -> bool:
-        """Return whether the process has initialized CUDA."""
         return torch.cuda.is_initialized()
 
     def is_capturing(self) -> bool:
@@ -25,17 +24,15 @@ class CudaTransfers:
             return torch.cuda.is_current_stream_capturing()
 
     def current(self) -> torch.cuda.Stream:
-        """Return the device's current stream."""
         return torch.cuda.current_stream(self.device)
 
     def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start to copy bytes, which must not change before the returned event, to pinned memory."""
+        """Start to copy bytes to pinned memory. They must not change before the returned event."""
         # The device is given explicitly because the user may have set another default.
         host = torch.empty(len(source), dtype=torch.uint8, device="cpu", pin_memory=True)
         return host, self._copy(host, source)
 
     def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start to copy a result of `to_host` back, to memory of the current stream."""
         target = torch.empty(len(host), dtype=torch.uint8, device=self.device)
         return target, self._copy(target, host)
 
@@ -46,7 +43,6 @@ class CudaTransfers:
             return self.side.record_event()
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Make the current stream wait for the event."""
         self.current().wait_event(event)
 
     def hold(self, memory: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
@@ -67,7 +63,7 @@ class OnDevice:
         self._is_waited_for = False
 
     def use(self) -> torch.Tensor:
-        """Return the bytes. Only work that the current stream gets after this call may use them."""
+        """Return the bytes, for work that the current stream gets from now on."""
         self.transfers.wait(self.event)
         current = self.transfers.current()
         if current != self._home:

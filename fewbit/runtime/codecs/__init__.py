@@ -1,7 +1,4 @@
-"""Codecs compress saved tensors so that the error stays within a bound (docs/concepts/codecs.md; AC-GC, section 5).
-
-This folder may import the other folders of `fewbit.runtime` except `activations`.
-"""
+"""Codecs compress saved tensors so that the error stays within a bound (docs/concepts/codecs.md; AC-GC, section 5)."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ CODECS: dict[str, Codec] = {
     member.name: member for member in (Quant(), ZeroValue(), ErrorBounded(), Jpeg())
 }
 DEFAULT = "quant"
-"""The name of the default codec, the fastest by far (docs/concepts/codecs.md, "Measured")."""
+"""The name of the default codec, the fastest by far."""
 
 
 def codec(name: str) -> Codec:
-    """Return the codec named `name`. Raises InputError if there is none."""
+    """Return the codec with this name. Raises InputError if there is none."""
     if not isinstance(name, str) or name not in CODECS:
         raise InputError(f"codec: expected {', '.join(CODECS)}, got {name!r}")
     return CODECS[name]

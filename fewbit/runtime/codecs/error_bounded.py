@@ -1,7 +1,4 @@
-"""The codec `error-bounded`: prediction and entropy coding with a bound on every element's error (AutoCuSZ in AC-GC, section 5).
-
-It calls the library SZ3 (Liang et al., IEEE TBD 2023) through the package imagecodecs.
-"""
+"""The codec `error-bounded`: prediction and entropy coding by SZ3 (Liang et al., IEEE TBD 2023; docs/concepts/codecs.md)."""
 
 from __future__ import annotations
 
@@ -21,11 +18,10 @@ from fewbit.runtime.codecs.payload import (
 )
 
 SHARE = 1 - 2.0**-10
-"""The bound that SZ3 gets, divided by the codec's own, because SZ3's errors can exceed it by a rounding in float32."""
+"""The bound that SZ3 gets, divided by the codec's own, because SZ3's errors can exceed it by a rounding."""
 LEAST = 2.0**-18
-"""The bound on an element's error, divided by the tensor's largest magnitude, below which the tensor would not become smaller."""
+"""The least bound, divided by the tensor's largest magnitude, with which the tensor becomes smaller."""
 MOST_DIMS = 4
-"""The largest number of dimensions that SZ3 takes."""
 
 
 class ErrorBounded(Codec):
@@ -70,7 +66,6 @@ class Predicted(NamedTuple):
     count = 2
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the decompressed values as a contiguous tensor."""
         data, steps = tensors
         as_numpy = torch.empty(0, dtype=_computed_in(self.dtype)).numpy().dtype
         array = library().sz3_decode(data.cpu().numpy().tobytes(), _shape(self.size), as_numpy)
@@ -104,7 +99,7 @@ def _computed_in(dtype):
 
 
 def _shape(size) -> tuple[int, ...]:
-    """Return a shape that SZ3 takes: `size` with the leading dimensions merged, so that 1 to 4 dimensions are left."""
+    """Return `size` with leading dimensions merged until at most 4 are left, as SZ3 needs."""
     size = tuple(size) or (1,)
     if len(size) <= MOST_DIMS:
         return size

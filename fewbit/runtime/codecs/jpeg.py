@@ -1,7 +1,4 @@
-"""The codec `jpeg`: a cosine transform of small blocks of images, whose coefficients are rounded (AutoJPEG, AC-GC, section 5).
-
-The step of the coefficients follows from the bound, because the transform is orthonormal.
-"""
+"""The codec `jpeg`: a cosine transform of blocks of images, whose coefficients are rounded (docs/concepts/codecs.md)."""
 
 from __future__ import annotations
 
@@ -25,18 +22,18 @@ from fewbit.runtime.codecs.payload import (
 EDGE = 8
 """The largest height and width of a block. A shorter dimension of an image is not divided."""
 FACTORS = tuple(2.0 ** (quarters / 4) for quarters in (8, 6, 4, 3, 2, 1))
-"""Factors for a longer step than the one that keeps the bound for any data, of which the largest that fits the data is used."""
+"""Factors of the step that keeps the bound for any data; the largest that fits the data is used."""
 ROUNDINGS = 32
-"""The number of times that the transform and the inverse transform round a value in float32."""
+"""How often the transform and its inverse round a value in float32."""
 MOST_STEPS = 2**15 - 1
-"""The largest magnitude of a coefficient, as a number of steps, up to which a tensor becomes smaller."""
+"""The largest magnitude of a coefficient, in steps, with which a tensor becomes smaller."""
 
 
 class Jpeg(Codec):
     """A codec that applies the cosine transform to blocks of 8 by 8 elements and rounds the coefficients at random.
 
-    Values are exact in expectation. The bound limits the expected squared error, averaged over the tensor or over each
-    channel with a bound of its own. Tensors must have shape (N, C, H, W). The host waits for the device several times.
+    Values are exact in expectation. The bound is that of `Quant`. Tensors must have shape (N, C, H, W). The host waits
+    for the device several times.
     """
 
     name = "jpeg"
@@ -69,7 +66,7 @@ class Transformed(NamedTuple):
     """The spec of a tensor that the codec `jpeg` compressed.
 
     The payload's tensors are the steps, (1,) or (C,) float32, and the `widths` and `words` of the packed coefficients
-    (`streams.write`), as `nonzeros`.
+    (`streams.write`).
     """
 
     size: tuple[int, ...]
@@ -79,7 +76,6 @@ class Transformed(NamedTuple):
     count = 3
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the decompressed values as a contiguous tensor."""
         steps, widths, words = tensors
         samples, channels, height, width = self.size
         h, w = min(EDGE, height), min(EDGE, width)
@@ -109,10 +105,9 @@ def _coefficients(x) -> torch.Tensor:
 
 
 def _steps(coefficients, rest, elements: int) -> torch.Tensor:
-    """Return the longest steps, of those that are tried, whose expected squared error is at most `rest`; both (1,) or (C,) float64.
+    """Return the longest steps whose expected squared error is at most `rest`; both (1,) or (C,) float64.
 
-    A coefficient c is rounded at random to a multiple of s, with the variance s^2 p (1 - p), p = c / s - floor(c / s),
-    at most s^2 / 4. So the step 2 sqrt(rest) suffices for any data, and this step times each of FACTORS is tried.
+    The step 2 sqrt(rest) suffices for any data (docs/concepts/codecs.md). This step times each of FACTORS is tried.
     """
     least = 2 * rest.sqrt()
     steps, parts = least.clone(), coefficients.reshape(len(rest), -1)
@@ -128,7 +123,7 @@ def _steps(coefficients, rest, elements: int) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _cosines(n: int, device) -> torch.Tensor:
-    """Return the matrix of the orthonormal cosine transform DCT-II, (n, n) float32, with one frequency in each row."""
+    """Return the matrix of the orthonormal cosine transform DCT-II, (n, n) float32, one frequency in each row."""
     place = torch.arange(n, dtype=torch.float64)
     rows = torch.cos(math.pi / n * (place + 0.5) * place.view(-1, 1)) * math.sqrt(2 / n)
     rows[0] = math.sqrt(1 / n)

@@ -35,7 +35,6 @@ class Payload(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the elements of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     @property
@@ -71,7 +70,7 @@ class Codec(ABC):
             seed: (1,) int64 on the tensor's device. By default the random numbers come from torch's generator.
 
         Raises:
-            InputError: if an argument is not as described here.
+            InputError: an argument is not as described here.
         """
         limits = checked(tensor, bound, seed)
         return self._compress(tensor.detach(), limits, seed)
@@ -81,7 +80,7 @@ class Codec(ABC):
         pass
 
     def decompress(self, payload: Payload) -> torch.Tensor:
-        """Decompress a payload of any codec. The result has the compressed tensor's size and dtype, and new memory.
+        """Return the tensor of a payload of any codec, with the compressed tensor's size and dtype, and new memory.
 
         Raises:
             InputError: `payload` is not a payload.
@@ -92,14 +91,13 @@ class Codec(ABC):
 
 
 class Exact(NamedTuple):
-    """The spec of a tensor that is saved exactly, as the only tensor of its payload."""
+    """The spec of a tensor that is saved exactly."""
 
     dtype: torch.dtype
     codec = EXACT
     count = 1
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return a copy of the tensor."""
         return tensors[0].clone()
 
 
@@ -126,11 +124,7 @@ def smaller(x: torch.Tensor, tensors, spec) -> Payload:
 
 
 def checked(tensor: torch.Tensor, bound, seed=None) -> torch.Tensor:
-    """Check the arguments of `Codec.compress`, and return the bound, (1,) or (C,) float64 on the CPU.
-
-    Raises:
-        InputError: if an argument is not as `Codec.compress` describes.
-    """
+    """Return the bound, (1,) or (C,) float64 on the CPU, after a check of the arguments of `Codec.compress`."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATING:
         got = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise InputError(f"expected a tensor of float32, 64, 16 or bfloat16, got {got}")
@@ -156,7 +150,6 @@ def checked(tensor: torch.Tensor, bound, seed=None) -> torch.Tensor:
 
 
 def _numbers(bound) -> torch.Tensor:
-    """Convert a bound to a tensor in float64 on the CPU. Raise InputError for anything else."""
     try:
         numbers = torch.as_tensor(float(bound) if isinstance(bound, Real) else bound)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -178,7 +171,7 @@ def _check_seed(seed, tensor) -> None:
 
 
 def largest(x: torch.Tensor, channels: bool) -> torch.Tensor:
-    """Return the largest magnitude in a tensor, or in each channel, (1,) or (C,) float64 on the CPU."""
+    """Return the largest magnitude in a tensor or in each channel, (1,) or (C,) float64 on the CPU."""
     dims = [dim for dim in range(x.dim()) if not channels or dim != 1]
     return x.abs().amax(dims).reshape(-1).to("cpu", torch.float64)
 

@@ -1,4 +1,4 @@
-"""The codec `quant`: the group quantizer with as few bits as the bound allows (AutoQuant in AC-GC, section 5)."""
+"""The codec `quant`: the group quantizer with as few bits as the bound allows (docs/concepts/codecs.md)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
 
 FIRST_BITS = 4
-"""The number of bits that is tried first. The ranges, from which the final number follows, are the same for all."""
+"""The number of bits that is tried first. The ranges, from which the final number follows, do not depend on it."""
 
 
 class Quant(Codec):
-    """A codec that saves codes of 1 to 8 bits, with a minimum and a range for each group of 256 elements.
+    """A codec that saves uniform copies of 1 to 8 bits in groups of 256 elements.
 
     Values are exact in expectation. The bound limits the expected squared error, averaged over the tensor or over each
-    channel with a bound of its own. The host waits once for the ranges.
+    channel with a bound of its own.
     """
 
     name = "quant"
@@ -46,7 +46,6 @@ class Piece(NamedTuple):
     Args:
         channels: the numbers of the channels, or None for all channels.
         x: the elements of these channels, with channels in dimension 0, or the whole tensor.
-        payload: the compressed x.
     """
 
     channels: tuple[int, ...] | None
@@ -57,7 +56,7 @@ class Piece(NamedTuple):
 class ByChannel(NamedTuple):
     """The spec of a tensor whose channels have different numbers of bits.
 
-    The payload's tensors are those of all pieces. `parts` has the numbers of the channels and the spec of each piece.
+    `parts` has the channels and the spec of each piece.
     """
 
     parts: tuple[tuple[tuple[int, ...], object], ...]
@@ -72,11 +71,9 @@ class ByChannel(NamedTuple):
 
     @property
     def count(self) -> int:
-        """The number of tensors of all pieces."""
         return sum(spec.count for _, spec in self.parts)
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return the decompressed values as a contiguous tensor."""
         values = torch.empty(self.size, dtype=self.dtype, device=tensors[0].device)
         rows, rest = values.transpose(0, 1), tuple(tensors)
         for channels, spec in self.parts:
@@ -111,7 +108,7 @@ def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> 
 
 
 def joined(x: torch.Tensor, parts: list[Piece]) -> Payload:
-    """Return one payload of x from all of its pieces."""
+    """Return one payload of all pieces of x."""
     if parts[0].channels is None:
         return parts[0].payload
     if all(isinstance(piece.payload.spec, Exact) for piece in parts):
@@ -124,11 +121,8 @@ def joined(x: torch.Tensor, parts: list[Piece]) -> Payload:
 def widths_for(ranges, size, limits, dtype) -> list[int]:
     """Return the fewest bits, 1 to 8, that keep each sample's expected squared error within its limit; 0 if 8 are not enough.
 
-    Args:
-        ranges: the minimum and range of each group, from `quantizer_ops.quantize`.
-        size: the size of the quantized tensor. With more than one limit, samples must have 64 elements or more.
-        limits: (samples,) float64, or (1,) to get one number of bits for all samples.
-        dtype: the dtype of the values.
+    `ranges` are those of a uniform copy of a tensor of this size and dtype. `limits` is (samples,) float64, for samples
+    of at least 64 elements, or (1,) to get one number of bits for all samples.
     """
     square, magnitude = _spread(ranges, size)
     if len(limits) == 1:
@@ -141,7 +135,7 @@ def widths_for(ranges, size, limits, dtype) -> list[int]:
 
 
 def _bits(square: float, limit: float) -> int:
-    """Return the bits for a sample whose mean range^2 is `square`; 0 if 8 are not enough or a range is not finite."""
+    """Return the bits for a mean range^2 of `square`; 0 if 8 are not enough or a range is not finite."""
     if not (math.isfinite(square) and limit > 0):
         return 0
     fits = (bits for bits in BITS if square * largest_distortion(UNIFORM, bits) <= limit)
@@ -149,7 +143,7 @@ def _bits(square: float, limit: float) -> int:
 
 
 def _spread(ranges, size):
-    """Return the mean of range^2 over each sample's elements, and each sample's largest magnitude: two float64 vectors.
+    """Return each sample's mean of range^2 over its elements, and largest magnitude, two float64 vectors.
 
     Samples of fewer than 64 elements count as one.
     """

@@ -13,7 +13,7 @@ from fewbit.runtime.format.encoding import packed_words
 SPARSE = 128
 """The number that is added to the width of a row whose zeros are left out."""
 BYTE = 8
-"""The number of bits in a byte, the largest width of packed codes."""
+"""The largest width of packed codes."""
 
 
 def write(numbers: torch.Tensor):
@@ -74,7 +74,7 @@ def _pack(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _unpack(words, width: int, n: int):
-    """Unpack the first n values of `words`. Return the values, int32, and the words that follow."""
+    """Unpack n values. Return them, int32, and the words that follow."""
     backend = backends.of(words)
     low, high = packed_words(n, min(width, BYTE)), packed_words(n, max(width - BYTE, 0))
     values = backend.unpack(words[:low].contiguous(), min(width, BYTE), n).to(torch.int32)

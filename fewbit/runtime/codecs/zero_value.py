@@ -1,4 +1,4 @@
-"""The codec `quant+zvc`: the codec `quant` without the codes of zeros (AutoQuantZ in AC-GC, section 5)."""
+"""The codec `quant+zvc`: the codec `quant` without the codes of zeros (docs/concepts/codecs.md)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fewbit.runtime.saved import offload
 class ZeroValue(Codec):
     """A codec that saves a mask, with one bit for each element, and codes only for elements that are not zero.
 
-    Values are those of `quant` with the same seed, except that zeros are exactly zero; the payload is that of `quant`
-    if this is no larger. The host waits for the device twice.
+    Values are those of `quant` with the same seed, except that zeros are exactly zero. The payload is that of `quant`
+    if this is no larger.
     """
 
     name = "quant+zvc"
@@ -31,7 +31,10 @@ class ZeroValue(Codec):
 
 
 class Sparse(NamedTuple):
-    """The spec of a tensor saved as a packed mask of nonzero elements, their packed codes, and the ranges of the groups."""
+    """The spec of a tensor saved as a packed mask of nonzero elements, their packed codes, and the ranges of the groups.
+
+    Values have the size and strides of the compressed tensor.
+    """
 
     inner: QuantizedTensorSpec
     nonzero: int
@@ -40,16 +43,13 @@ class Sparse(NamedTuple):
 
     @property
     def size(self) -> tuple[int, ...]:
-        """The size of the values."""
         return self.inner.size
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the values."""
         return self.inner.dtype
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return values with the size and strides of the compressed tensor."""
         mask, packed, ranges = tensors
         backend, inner, n = backends.of(packed), self.inner, prod(self.inner.size)
         is_saved = backend.unpack(mask, 1, n).bool()

@@ -15,12 +15,10 @@ def share_bits(squares: torch.Tensor, total: int, kind: str) -> torch.Tensor:
     """Return the bits, (N,) uint8, of each of N samples, `total` in all, with which rounding adds the least variance.
 
     The variance is the sum of square * distortion(kind, bits). Each further bit of a sample lowers it by less than the
-    bit before, so single bits are added where they lower it most. No computation here waits for a device.
+    bit before, so single bits are added where they lower it most. The host does not wait for a device.
 
-    Args:
-        squares: (N,) float32, see `quantizer_ops.squares`, possibly times the sample's squared gradient norm.
-        total: the sum of all samples' bits, from N to 8 N.
-        kind: the kind of the copy.
+    `squares` is (N,) float32, see `quantizer_ops.squares`, possibly times the sample's squared gradient norm. `total`
+    is from N to 8 N.
     """
     samples = len(squares)
     extra = total - MIN_BITS * samples
@@ -36,6 +34,6 @@ def share_bits(squares: torch.Tensor, total: int, kind: str) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def gains_of(kind: str) -> tuple[float, ...]:
-    """Return by how much each bit beyond the first lowers the variance, in units of that at 1 bit."""
+    """Return by how much each bit beyond the first lowers the variance, relative to that at 1 bit."""
     shares = [relative_distortion(kind, bits) for bits in BITS]
     return tuple(before - after for before, after in pairwise(shares))

@@ -1,4 +1,7 @@
-"""Checks of the tensors that backends get, the same as those of the compiled kernels (csrc/bindings/entry.h)."""
+"""Checks of the tensors that backends get, the same as those of the compiled kernels (csrc/bindings/entry.h).
+
+They raise ValueError.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def check_dense(tensor: torch.Tensor) -> None:
-    """Raise ValueError unless a tensor is dense."""
+    """Check that a tensor is dense."""
     if not layout.is_dense(tensor):
         raise ValueError(
             f"expected a dense tensor, got strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}"
@@ -34,7 +37,7 @@ class ArgumentChecks:
         self.device = like.device
 
     def check(self, name: str, tensor, count: int, dtype, is_least: bool = False) -> None:
-        """Raise ValueError unless a tensor is dense, on the right device, and of this dtype and count, or more if `is_least`."""
+        """Check that a tensor is dense, on the right device, and of this dtype and count, or more if `is_least`."""
         if tensor is not None:
             check_dense(tensor)
             enough = tensor.numel() >= count if is_least else tensor.numel() == count
@@ -45,7 +48,6 @@ class ArgumentChecks:
         raise ValueError(f"{self.name}: {name}: expected {expected}, got {_described(tensor)}")
 
     def check_numbers(self, name: str, tensor) -> None:
-        """Raise ValueError unless a tensor is dense, on the right device, and of a dtype in FLOATING."""
         if tensor.dtype not in FLOATING:
             raise ValueError(
                 f"{self.name}: {name}: expected float32, float64, float16 or bfloat16, got {_described(tensor)}"
@@ -53,7 +55,6 @@ class ArgumentChecks:
         self.check(name, tensor, tensor.numel(), tensor.dtype)
 
     def check_seed(self, seed, is_drawn: bool = True) -> None:
-        """Raise ValueError unless a seed is (1,) int64, or None if none is needed."""
         if is_drawn:
             self.check("seed", seed, 1, torch.int64)
         elif seed is not None:
@@ -62,12 +63,11 @@ class ArgumentChecks:
             )
 
     def check_packed(self, packed, n: int, bits: int) -> None:
-        """Raise ValueError unless `packed` has the int32 words of n codes of `bits` bits."""
         check_bits(bits)
         self.check("packed", packed, packed_words(n, bits), torch.int32)
 
     def check_copy(self, packed, ranges, bits, group_size, shape, widths, kind=UNIFORM) -> None:
-        """Raise ValueError unless packed codes and ranges have the sizes that a tensor of the given shape needs.
+        """Check that packed codes and ranges have the sizes that a tensor of the given shape needs.
 
         With `widths`, (N,) uint8 or None, they may be larger, and `bits` has no meaning.
         """
@@ -88,7 +88,7 @@ class ArgumentChecks:
         self.check("ranges", ranges, 2 * rows, torch.bfloat16, is_mixed)
 
     def check_mask(self, mask, n: int, affine, kind: str) -> None:
-        """Raise ValueError unless `mask` has 1 bit for each of n elements, of no uniform copy, without affine map."""
+        """Check that `mask` has 1 bit for each of n elements, of no uniform copy, without affine map."""
         if affine is not None:
             raise ValueError(f"{self.name}: scale, shift: expected none with a mask, got one")
         if kind == UNIFORM:
@@ -98,7 +98,7 @@ class ArgumentChecks:
         self.check("mask", mask, packed_words(n, 1), torch.int32)
 
     def check_channels(self, channels, n: int, kind: str) -> None:
-        """Raise ValueError unless `channels` has two bfloat16 numbers for each channel of a rotated copy."""
+        """Check that `channels` has two bfloat16 numbers for each channel of a rotated copy."""
         count = channels.numel() // 2
         self.check("channels", channels, 2 * count, torch.bfloat16)
         if kind != ROTATED:
@@ -121,7 +121,6 @@ class ArgumentChecks:
         return groups.mixed_words(widths, features), rows
 
     def check_grid(self, grid, bits: int) -> None:
-        """Raise ValueError unless `grid` is float32 with 7 rows."""
         check_bits(bits)
         if grid.dim() != 2 or len(grid) != 7:
             raise ValueError(
@@ -131,7 +130,7 @@ class ArgumentChecks:
 
 
 def check_bits(bits: int) -> None:
-    """Raise ValueError unless `bits` is from 1 to 8."""
+    """Check that `bits` is from 1 to 8."""
     if not 1 <= bits <= 8:
         raise ValueError(f"bits: expected 1 to 8, got {bits}")
 

@@ -14,9 +14,9 @@ import torch
 from fewbit.runtime.format.layout import contiguous_stride, is_dense
 
 LEAST_ROWS = 256
-"""A copy has means and scales of channels if each channel has so many elements."""
+"""The least number of elements per channel with which channels have means and scales."""
 MOST_ROWS = 256
-"""The number of rows from which the means and scales are estimated, if there are so many."""
+"""The largest number of rows from which the means and scales are estimated."""
 BLOCK = 256
 """The number of channels whose variances are averaged."""
 
@@ -39,7 +39,7 @@ class Normalization(NamedTuple):
 
 
 def usual_features(dims: int) -> tuple[int, ...]:
-    """Return the feature dimensions of a tensor with so many dimensions: that of an image's channels, or the last one."""
+    """Return the feature dimensions of a tensor with so many dimensions: an image's channels, or the last one."""
     if dims > 3:
         return (1,)
     return (dims - 1,) if dims > 1 else ()
@@ -48,13 +48,13 @@ def usual_features(dims: int) -> tuple[int, ...]:
 def channels_of(x: torch.Tensor, features: tuple[int, ...]) -> int:
     """Return the number of channels whose means and scales a rotated copy of x has.
 
-    `features` are the dimensions along which channels differ, from 0, which have to be the innermost ones in storage.
+    Channels differ along the dimensions `features`, from 0, which have to be the innermost ones in storage.
     """
     return count_of(x.shape, x.stride() if is_dense(x) else contiguous_stride(x.shape), features)
 
 
 def count_of(shape, stride, features: tuple[int, ...]) -> int:
-    """Return what `channels_of` returns for a dense tensor of this shape and these strides."""
+    """Return `channels_of` a dense tensor of this shape and these strides."""
     count, extent = 1, 1
     for dim in features:
         size = shape[dim]
@@ -66,12 +66,12 @@ def count_of(shape, stride, features: tuple[int, ...]) -> int:
 
 
 def estimated_rows(rows: int) -> list[int]:
-    """Return the rows from which the numbers of channels are estimated, evenly distributed."""
+    """Return the evenly distributed rows from which means and scales are estimated."""
     count = min(rows, MOST_ROWS)
     return [index * rows // count for index in range(count)]
 
 
 def runs_of(chosen: list[int]) -> list[list[int]]:
-    """Return the chosen rows in four runs, whose sums are computed one after the other."""
+    """Return the chosen rows in four runs, which are summed one after the other."""
     ends = [run * len(chosen) // 4 for run in range(5)]
     return [chosen[begin:end] for begin, end in pairwise(ends)]

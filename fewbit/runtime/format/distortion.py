@@ -1,9 +1,4 @@
-"""The factor `distortion` of the variance of rounding: variance = distortion * squares (docs/concepts/theory/rounding.md).
-
-In a uniform copy, an element's variance is on average step^2 / 6, and never above step^2 / 4. In a rotated or masked
-copy it is D / (1 - D) (EDEN, Vargaftik et al., ICML 2022) with the least squared error D of levels for a normal
-distribution, and a little for the rounding of the scale.
-"""
+"""The factor `distortion` of the variance of rounding, distortion * squares (docs/concepts/theory/rounding.md)."""
 
 from __future__ import annotations
 
@@ -14,19 +9,14 @@ from fewbit.catalog.normal_levels import normal_error
 from fewbit.config import MAX_BITS, MIN_BITS, UNIFORM
 
 BITS = range(MIN_BITS, MAX_BITS + 1)
-"""The possible numbers of bits per element."""
 _SCALE_VARIANCE = 2.0**-14 * (3 / (8 * math.log(2))) / 6
-"""The variance of the random rounding of a scale to bfloat16, divided by the squared scale.
-
-A scale m 2^e, with m from 1 to 2, has steps of 2^(e - 7), a sixth of whose square is the variance. The mean of 1 / m^2
-is 3 / (8 ln 2) if the logarithm of m is spread evenly.
-"""
+"""The variance of the random rounding of a scale to bfloat16, divided by the squared scale, on average."""
 
 
 def distortion(kind: str, bits: float) -> float:
-    """Return the factor by which `squares` has to be multiplied to get the variance of rounding.
+    """Return the variance of rounding, divided by `squares`, for 1 to 8 bits.
 
-    If `bits`, 1 to 8, is not a whole number, some samples have the next lower and others the next higher one.
+    If `bits` is not a whole number, some samples have the next lower and others the next higher one.
     """
     return _between(_distortions(kind), bits)
 

@@ -19,26 +19,23 @@ from fewbit.table import Knots, Table, round_breaks
 
 
 def packed_words(n: int, bits: int) -> int:
-    """Return the number of int32 words for n codes, in blocks of 32."""
+    """Return the number of int32 words of n codes, in blocks of 32."""
     return bits * ((n + BLOCK - 1) // BLOCK)
 
 
 def gray(index):
-    """Return the Gray code of a level's number, an int or an array."""
+    """Return the Gray code of an int or an array."""
     return index ^ (index >> 1)
 
 
 class Draw(NamedTuple):
-    """The constants from which codes of an unbiased table are drawn at random (docs/reference/table_schema.md), all float32.
-
-    An input x gets one of the two levels around the value of a piecewise linear function, which is their mean.
+    """The float32 constants of a draw of codes from an unbiased table (docs/reference/table_schema.md, "A draw").
 
     Args:
-        points: (n,), the corners of the function for comparisons: x lies right of corner j if x > points[j], so a
-            corner that belongs to the interval on its right is replaced by the next lower number.
-        origins: (n,), the corners themselves. From corner j on, the value is values[j] + (x - origins[j]) * slopes[j].
-        values: (n,), the values of the function at the corners.
-        slopes: (n-1,), the slopes of the function between the corners.
+        points: (n,), the knots' points, adjusted so that x lies right of knot j if x > points[j].
+        origins: (n,), the knots' points. From knot j on, the mean is values[j] + (x - origins[j]) * slopes[j].
+        values: (n,), the values at the knots.
+        slopes: (n-1,), the slopes between the knots.
         levels: (K,), the levels, ascending.
         inverse_gaps: (K-1,), the reciprocal distance from each level to the next.
     """
@@ -59,12 +56,11 @@ class Encoding:
     is beyond every break. The value q(x) is ``lut[code]``.
 
     Args:
-        bits: the bits of a code.
         levels: (K,) float64, the K values of q.
         breaks: (M-1,) float64, ascending, the breaks between the M pieces.
         codes: (M,) int64, the number of the level of each piece, from 0 to K-1.
         closed: for each break, "right" if the piece on its left contains it, else "left".
-        knots: for an unbiased table, the corners of the function that is the mean of the drawn levels; else None.
+        knots: those of an unbiased table; else None.
     """
 
     bits: int
@@ -81,7 +77,7 @@ class Encoding:
 
     @classmethod
     def parse(cls, text: str) -> Encoding:
-        """Return the encoding whose `text` is given. Raises TableError if there is none."""
+        """Return the encoding with this `text`. Raises TableError if there is none."""
         return _parse(text)
 
     @cached_property
@@ -108,7 +104,6 @@ class Encoding:
 
     @cached_property
     def initial(self) -> int:
-        """The code of the first piece, below all breaks."""
         return int(gray(self.codes[0]))
 
     @cached_property
@@ -124,7 +119,6 @@ class Encoding:
 
     @cached_property
     def breaks32(self) -> np.ndarray:
-        """The breaks for inputs of 16 and 32 bits, as `breaks64`."""
         return _strict(round_breaks(self.breaks, self.closed), self.closed)
 
     @cached_property
@@ -136,12 +130,11 @@ class Encoding:
 
     @cached_property
     def lut32(self) -> np.ndarray:
-        """The level of each code, rounded to nearest, (2**bits,) float32."""
+        """The levels, rounded to nearest float32, as in `lut64`."""
         return self.lut64.astype(np.float32)
 
     @cached_property
     def draw(self) -> Draw | None:
-        """The constants from which codes are drawn at random, or None."""
         if self.knots is None:
             return None
         points = round_breaks(self.knots.points, self.knots.closed)
@@ -156,7 +149,7 @@ class Encoding:
 
 
 def _strict(limits: np.ndarray, closed) -> np.ndarray:
-    """Return breaks adjusted so that x is beyond a break if x > break: the next lower number if it is closed "left"."""
+    """Return breaks adjusted so that x is beyond a break if x > break."""
     left = np.array([side == "left" for side in closed], bool)
     with np.errstate(over="ignore"):
         below = np.nextafter(limits, limits.dtype.type(-np.inf))

@@ -1,6 +1,6 @@
 """The groups that a tensor is cut into, and the bytes of its quantized copy (docs/concepts/quantizer.md), without torch.
 
-Samples of 64 features or more are cut into groups one by one; groups run across shorter samples.
+Samples of `LEAST_FEATURES` or more are cut into groups one by one; groups run across shorter samples.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ LEAST_FEATURES = 64
 LEAST_ELEMENTS = 1024
 """Tensors of functions and of checkpointed regions with fewer elements stay exact."""
 SEED_ROWS = 2
-"""The number of rows at the end of `ranges` that have the copy's seed, unless the copy is uniform."""
 
 
 def samples_of(shape) -> tuple[int, int]:
-    """Return (number of samples, features of a sample) of a tensor of the given shape."""
+    """Return (number of samples, features of a sample)."""
     n = shape[0] if len(shape) else 1
     return n, prod(shape[1:])
 
 
 def seed_rows(kind: str) -> int:
-    """Return the number of rows of `ranges` that have a copy's seed."""
+    """Return the number of rows at the end of `ranges` that have a copy's seed."""
     return 0 if kind == UNIFORM else SEED_ROWS
 
 
@@ -38,14 +37,14 @@ def group_count(samples: int, features: int, group_size: int) -> int:
 
 
 def most_groups(samples: int, features: int, group_size: int) -> int:
-    """Return the largest possible number of groups if samples may have different bits, at whose changes groups end."""
+    """Return the largest number of groups if samples may have different bits, at whose changes groups end."""
     if features >= LEAST_FEATURES:
         return group_count(samples, features, group_size)
     return group_count(samples, features, group_size) + min(8, samples) - (samples > 0)
 
 
 def mixed_words(widths: Iterable[int], features: int) -> int:
-    """Return the number of int32 words of samples of widths[n] bits per element, padded to 32 codes for each width."""
+    """Return the number of int32 words of samples of widths[n] bits, padded to 32 codes for each width."""
     counts = [0] * 9
     for width in widths:
         counts[width] += 1
@@ -53,7 +52,7 @@ def mixed_words(widths: Iterable[int], features: int) -> int:
 
 
 def words_of_total(total: int, features: int) -> int:
-    """Return a number of int32 words that suffices for samples whose bits per element add up to `total`, however divided.
+    """Return a number of int32 words that suffices for samples whose bits per element add up to `total`.
 
     Padding adds at most 1 + 2 + ... + 8 = 36 words, because a block of b-bit codes has b words.
     """
@@ -66,7 +65,7 @@ def quantized_bytes(
     group_size: int = GROUP_SIZE,
     kind: str = ROTATED,
 ) -> int:
-    """Return the bytes of a quantized copy: codes, 4 for each group, and 8 for the seed unless it is uniform."""
+    """Return the bytes of a quantized copy: codes, 4 for each group, and 8 for a seed."""
     samples, features = samples_of(shape)
     groups = group_count(samples, features, group_size) + seed_rows(kind)
     return 4 * packed_words(samples * features, bits) + 4 * groups

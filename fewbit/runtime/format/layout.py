@@ -1,6 +1,6 @@
 """Storage order: the order of a tensor's elements in memory, in which they are numbered, packed and rounded at random.
 
-A tensor is *dense* if its elements fill a contiguous part of its storage. Only dense tensors have a storage order.
+Only *dense* tensors have one: their elements fill a contiguous part of their storage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 def is_dense(x: torch.Tensor) -> bool:
-    """Return whether the elements of x fill a contiguous part of the storage of x."""
+    """Return whether x is dense."""
     # While a graph is traced, empty_like may give a dense tensor with dimensions of size 1 other strides.
     if torch.compiler.is_compiling():
         return x.is_contiguous() or are_dense(x.shape, x.stride())
@@ -22,7 +22,7 @@ def is_dense(x: torch.Tensor) -> bool:
 
 
 def are_dense(shape, stride) -> bool:
-    """Return whether a tensor of the given shape and strides is dense. A tensor without elements is dense."""
+    """Return whether a tensor of this shape and these strides is dense, as one without elements is."""
     if 0 in shape:
         return True
     step = 1
@@ -45,12 +45,12 @@ def _are_dense(shape, stride) -> bool:
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """Return x if it is dense, else its contiguous copy, whose storage order is x's logical order."""
+    """Return x if it is dense, else its contiguous copy."""
     return x if is_dense(x) else x.contiguous()
 
 
 def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of `dense(x)`: `contiguous_stride` if x is contiguous."""
+    """Return the strides of `dense(x)`."""
     whole = contiguous_stride(x.shape)
     return whole if x.is_contiguous() or not is_dense(x) else _stride(x)
 
@@ -58,7 +58,7 @@ def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
 def is_regular(x: torch.Tensor) -> bool:
     """Return whether every pointwise function of torch returns a result with x's strides.
 
-    They depend on the function if x has dimensions of size 0 or 1, or gaps between its elements.
+    They vary if x has dimensions of size 0 or 1, or gaps between its elements.
     """
     shape, stride = x.shape, x.stride()
     if stride == contiguous_stride(shape):
@@ -73,9 +73,9 @@ def is_regular(x: torch.Tensor) -> bool:
 
 
 def result_stride(x: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the strides that torch's pointwise functions give their result for x; None if x is empty or not dense.
+    """Return the strides that torch's pointwise functions, except `torch_functions.OTHER_STRIDES`, give their result for x.
 
-    `torch_functions.OTHER_STRIDES` do not follow this rule.
+    None if x is empty or not dense.
     """
     if x.is_contiguous():
         stride = contiguous_stride(x.shape)
@@ -104,7 +104,7 @@ def is_by_sample(x: torch.Tensor) -> bool:
 
 
 def is_part(x: torch.Tensor) -> bool:
-    """Return whether x keeps a storage alive with more bytes than its elements, of which repeated ones all count."""
+    """Return whether x keeps alive a storage of more bytes than its elements, of which repeated ones all count."""
     return x.untyped_storage().nbytes() > x.numel() * x.element_size()
 
 
@@ -148,9 +148,9 @@ def by_sample_stride(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def _stride(x: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a dense x. While a compiler traces, compute them as products of the sizes of x.
+    """Return the strides of a dense x. While a compiler traces, compute them from the sizes of x.
 
-    A compiler would look up `x.stride()` with symbolic sizes when it has perhaps removed the operations that made them.
+    A compiler would look up symbolic `x.stride()` when it has perhaps removed the operations that made it.
     """
     if not torch.compiler.is_compiling():
         return x.stride()
@@ -176,7 +176,7 @@ def storage_order(x: torch.Tensor) -> torch.Tensor:
 def check_vectors(vectors, inner: int, n: int) -> int:
     """Return the number of entries of vectors, 1-D contiguous float32 of one length or None, that belong to n elements.
 
-    Element number e, in storage order, has entry (e div inner) mod (number of entries).
+    `inner` is as in `channels.Normalization`.
 
     Raises:
         ValueError: for other arguments, or if entries * inner does not divide n.
@@ -224,14 +224,14 @@ def has_stride(x: torch.Tensor, stride) -> bool:
 
 
 def bring_to(x: torch.Tensor, stride) -> torch.Tensor:
-    """Return x, or a copy that has the given strides of a dense tensor."""
+    """Return x, or a copy that has these strides."""
     if has_stride(x, stride):
         return x
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def with_stride(x: torch.Tensor, stride, by_sample: bool = False) -> torch.Tensor:
-    """Return x with exactly the given strides: x itself, a view of it, or a copy (docs/concepts/runtime.md, "Strides").
+    """Return x with exactly the given strides: x itself, a view or a copy (docs/concepts/runtime.md, "Strides").
 
     Raises:
         ValueError: no dense tensor has those strides, or `by_sample` and dimension 0 is not outermost.

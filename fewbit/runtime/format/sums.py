@@ -1,4 +1,4 @@
-"""A gradient as a matrix, and sums over it: the gradients of biases and of norms' weights are such sums."""
+"""A gradient as a matrix, and sums over it."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ class Windows(NamedTuple):
     """The windows of one input plane. Every field has one entry for each spatial dimension.
 
     Args:
-        size: the size of the plane.
-        out: the size of the result: the number of windows.
+        size, out: the sizes of the plane and of the result.
         extent: the number of elements of the longest window.
         dilation: the distance between neighboring elements of a window.
         stride, padding: those of fixed windows; None for adaptive windows.
@@ -31,7 +30,6 @@ class Windows(NamedTuple):
 
     @classmethod
     def fixed(cls, size, out, kernel, stride, padding, dilation) -> Windows:
-        """Return the windows of a MaxPool layer with these settings."""
         return cls(size, out, kernel, dilation, stride, padding)
 
     @classmethod
@@ -42,11 +40,10 @@ class Windows(NamedTuple):
 
     @property
     def count(self) -> int:
-        """The number of positions in a window."""
         return prod(self.extent)
 
     def positions(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return the position of each of torch's indices within its window, counted row by row."""
+        """Return the position of each of torch's indices within its window, row by row."""
         if prod(self.size) < 1 << 31:
             indices = indices.to(torch.int32)
         position, scale, rest = 0, 1, indices
@@ -63,7 +60,7 @@ class Windows(NamedTuple):
         return position.clamp(0, self.count - 1)
 
     def indices(self, positions: torch.Tensor, size, stride) -> torch.Tensor:
-        """Return torch's indices, of this size and stride, for (n,) positions in storage order of the result."""
+        """Return torch's indices for (n,) positions in storage order of the result."""
         table, first = self._tables(positions)
         found = table.index_select(0, positions.to(torch.int32))
         return found.as_strided(size, stride).add_(first).clamp_(0, prod(self.size) - 1)
@@ -84,7 +81,7 @@ class Windows(NamedTuple):
         return starts.to(like.dtype).view(-1, *[1] * after)
 
     def _tables(self, like) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what each position adds to the index of the window's start, (count,), and these indices, (*out)."""
+        """Return what each position adds to the index of its window's start, (count,), and these indices, (*out)."""
         table = first = torch.zeros((), dtype=torch.int64, device=like.device)
         for dim in range(len(self.size)):
             after = len(self.size) - 1 - dim

@@ -1,4 +1,1 @@
-"""Few-bit activation functions, which save a code of a few bits for each input element in place of the element.
-
-This folder may import every other folder of `fewbit.runtime`.
-"""
+"""Few-bit activation functions, which save a code of a few bits for each input element in place of the element."""

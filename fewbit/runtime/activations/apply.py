@@ -42,7 +42,7 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
 
     Raises:
         InputError: the dtype is not float32, float64, float16 or bfloat16, or f(x) may not be written to x.
-        FunctionError, SolveError, TableError: there is no such table, see `encoding_of`.
+        FunctionError, SolveError, TableError: there is no such table.
         GradientError: a second derivative or a forward-mode derivative is computed.
     """
     if inplace is not False and inplace is not True:
@@ -84,7 +84,7 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
 
 
 def _apply_unusual(x, function, parameters, bits, table, inplace, quantizer):
-    """Do what `apply` does for tensors of compilers, transforms and subclasses, and for tensors without memory."""
+    """Do what `apply` does for tensors of compilers, transforms and subclasses, and those without memory."""
     if torch.compiler.is_compiling():
         # The table depends on the parameters and bits, so symbolic numbers become constants.
         parameters = tuple(map(torch.fx.experimental.symbolic_shapes.guard_scalar, parameters))
@@ -141,16 +141,16 @@ def takes(x) -> bool:
 
 
 def torchs_own(x: torch.Tensor, function: str, parameters: tuple, inplace: bool = False):
-    """Return f(x), computed and differentiated by torch. The arguments are those of `apply`."""
+    """Return f(x), computed and differentiated by torch."""
     with bypass():
         return (IN_PLACE if inplace else FORWARD)[function](x, *parameters)
 
 
 def apply_callable(x: torch.Tensor, function, encoding: str):
-    """Return function(x), which can be differentiated once, with the table of an encoding's text in place of the derivative.
+    """Return function(x), which can be differentiated once, with an encoding's text in place of the derivative.
 
     Raises:
-        FunctionError: a parameter of the callable needs a gradient. It would get none.
+        FunctionError: a parameter of the callable needs a gradient, which it would not get.
     """
     if not needs_grad(x) or not _is_strided(x):
         return function(x)
@@ -212,7 +212,6 @@ def _refuse_inplace(inplace, function: str) -> None:
 
 
 def _autocast(x, function: str):
-    """Return x as torch's autocast would pass it to the few-bit function."""
     device = x.device.type
     float32 = function in AUTOCAST_FLOAT32.get(device, ()) and torch.is_autocast_enabled(device)
     return x.to(torch.float32) if float32 and x.dtype.itemsize == 2 else x

@@ -59,7 +59,7 @@ class Activation(Function):
 
 
 apply_activation = super(Function, Activation).apply
-"""`Activation.apply` for ordinary dense tensors in eager mode, without the wrappers for torch.func."""
+"""`Activation.apply` for plain tensors, without the wrappers for torch.func."""
 
 
 def _in_context(context, x, function, parameters, encoding, seed, inplace):
@@ -123,7 +123,7 @@ class Traceable(Function):
 class Transformable(Traceable):
     """Computes what `Traceable` does, and refuses second and forward-mode derivatives.
 
-    The third result is an empty tensor on which the gradient of x is made to depend, at every level of transforms.
+    At every level of transforms, the gradient of x depends on the third result, an empty tensor.
     """
 
     @staticmethod
@@ -136,7 +136,6 @@ class Transformable(Traceable):
 
 
 def _product(grad, packed, encoding, stride, anchors):
-    """Return the gradient of x, connected to the anchors in eager mode, so that differentiating it raises GradientError."""
     if torch.compiler.is_compiling():
         return activation_ops.decode_mul_op(grad, packed, encoding, stride)
     return Product.apply(grad, packed, encoding, stride, *anchors)
@@ -145,7 +144,7 @@ def _product(grad, packed, encoding, stride, anchors):
 class Product(Function):
     """Computes `grad` times the table's value for each code, and raises GradientError if the product is differentiated.
 
-    This is a Function, because the autograd formula of an op does not work in torch.func.
+    This is a Function, because an op's autograd formula does not work in torch.func.
     """
 
     generate_vmap_rule = True

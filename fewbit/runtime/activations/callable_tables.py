@@ -26,11 +26,10 @@ from fewbit.table import Table, describe_function
 def callable_encoding_text(
     function, bits: int, table: Table | None, device, dtype, is_plain: bool
 ) -> str:
-    """Return the table of a callable, as the text of its encoding, for tensors of the given device and dtype.
+    """Return the text of the encoding of a callable's table, for tensors of the given device and dtype.
 
-    `table` is the user's, or None for one that the solver makes. If not `is_plain`, this function calls the callable
-    every time, to check that no parameter needs a gradient; `apply_callable` does so for ordinary dense tensors in
-    eager mode.
+    `table` is the user's, or None for one that the solver makes. If not `is_plain`, the callable is called every time,
+    to check that no parameter needs a gradient; for plain tensors `apply_callable` does so.
     """
     key = _identity(function), bits if table is None else table, device, dtype
     solved = _solved.get(key)
@@ -68,7 +67,6 @@ def check_table(function, table: Table) -> None:
 
 
 def _check(function, table: Table, device, dtype) -> None:
-    """Raise TableError if a table is known to be that of another function, up to a constant."""
     values = _probe(function, device, dtype)
     if table.activation is None or is_abstract(values):
         return
@@ -85,9 +83,9 @@ def _check(function, table: Table, device, dtype) -> None:
 
 
 def _apart(device: torch.device, function, *args):
-    """Return function(*args), called in a new thread, without the caller's modes, transforms, hooks and autocast.
+    """Return function(*args), called in a new thread, without the caller's modes, transforms, hooks, autocast and locks.
 
-    On a GPU it computes in the caller's stream. The thread holds no lock of the caller.
+    On a GPU it computes in the caller's stream.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -134,7 +132,7 @@ _MOST_SOLVED = 256
 _POINTS = 64
 _CPU = torch.device("cpu")
 _TOLERANCE = 0.02
-"""The relative difference up to which two functions are the same, such as GELU and its approximation by tanh in bfloat16."""
+"""The relative difference up to which functions are the same, such as GELU and its approximation by tanh in bfloat16."""
 
 
 def _identity(function) -> tuple:
@@ -161,7 +159,7 @@ def _content(cell):
 
 
 def _key_of(value):
-    """Return a number itself, so that lambdas with equal numbers get equal keys, or the id of another value."""
+    """Return a number itself, so that lambdas with equal numbers get equal keys, or another value's id."""
     return value if type(value) in (int, float, bool) else (id(value),)
 
 
@@ -185,5 +183,4 @@ def _points(device, dtype) -> torch.Tensor:
 
 
 def _are_equal(values, others) -> bool:
-    """Return whether two tensors have equal values; True for meta and fake tensors, which have no values."""
     return is_abstract(values) or is_abstract(others) or torch.equal(values, others)

@@ -1,8 +1,7 @@
-"""Activations in converted models, whose results are computed again in the backward pass instead of saved (docs/decisions/0021).
+"""Activations whose results later layers of a converted model compute again instead of saving them (docs/decisions/0021).
 
-The layer after the activation f computes f(x^) from a copy of x, with biases of the second order. tanh and sigmoid save
-a copy of the result, which is precise where the function is saturated. An f of two slopes saves 1 bit for each element,
-with which f of a norm's copy is exact in the mean.
+The layer after the activation f computes f(x^) from a copy of x. tanh and sigmoid save a copy of the result. An f of
+two slopes saves 1 bit for each element, with which f of a norm's copy is exact in the mean.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ TWO_VALUED = frozenset(
 )
 """The functions whose derivative has at most two values, which 1 bit represents exactly."""
 ANY_SCALE = frozenset({"relu_squared", "tanhshrink"})
-"""The functions whose derivative is 0 at 0 and grows with |x|, so that a copy of x, but no table, represents it at all scales."""
+"""The functions whose derivative is 0 at 0 and grows with |x|, so that no table represents them at all scales."""
 _aten = torch.ops.aten
 _DERIVATIVES = {
     "silu": _aten.silu_backward,
@@ -38,7 +37,7 @@ _DERIVATIVES = {
 }
 """{function: torch's function of (gradient, x) that returns the gradient times f'(x)}; autograd computes the others."""
 _FROM_RESULT = {"tanh": _aten.tanh_backward, "sigmoid": _aten.sigmoid_backward}
-"""{function: torch's function of (gradient, f(x)) that does the same}."""
+"""{function: the same of (gradient, f(x))}."""
 
 
 def keeps_copy(x: Tensor, function: str) -> bool:
@@ -56,7 +55,6 @@ class CopiedActivation(SavingFunction):
 
     @staticmethod
     def forward(ctx, x, function, parameters, inplace, quantizer):
-        """Return f(x)."""
         features = usual_features(x.dim())
         ctx.activation = function, parameters
         if function in _FROM_RESULT:
@@ -75,7 +73,6 @@ class CopiedActivation(SavingFunction):
 
     @staticmethod
     def backward(ctx, grad):
-        """Return the gradient of x."""
         saved = copies.Kept(ctx).values("copy")
         function, parameters = ctx.activation
         if function in _FROM_RESULT:
@@ -101,7 +98,7 @@ def _result(function, parameters, x):
 
 
 def copies_of_input(x: Tensor, function: str, encoding: Encoding) -> list:
-    """Return the copies of an activation's input from which its result can be computed (`computed.copies_of`)."""
+    """Return the copies of x from which f(x) can be computed (`computed.copies_of`)."""
     fits = function in _SIDES and encoding.bits == 1 and not encoding.unbiased
     return computed.copies_of(x) if fits and x.dtype != torch.float64 else []
 
@@ -115,16 +112,10 @@ def share_result(
     encoding: Encoding,
     found: list,
 ) -> None:
-    """Let later layers that would save y compute it again from a copy of x and from the codes of x.
+    """Let later layers that would save y = f(x) compute it again from a copy of x and from the packed codes of x.
 
-    Args:
-        x: the activation's input, or its result if that has overwritten the input.
-        y: the activation's result.
-        changes: the number of in-place changes of y that its version does not count yet.
-        codes: the packed codes.
-        activation: the name and the parameters of the activation.
-        encoding: the encoding of the codes.
-        found: the result of `copies_of_input`.
+    x is y if y has overwritten the input. `changes` is as in `sharing.place_of`, `activation` is the name and the
+    parameters of f, and `found` is the result of `copies_of_input`.
     """
     stride = None if x.is_contiguous() else layout.dense_stride(x)
     computed.share(found, y, changes, partial(_from_side, *activation, encoding, stride), codes)

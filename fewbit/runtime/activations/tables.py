@@ -24,10 +24,10 @@ DEFAULT = {"weight": "uniform", "objective": "mse", "tails": "free", "form": "le
 def encoding_of(
     function: str, parameters: tuple, bits: int, table: Table | None, dtype: torch.dtype
 ) -> Encoding:
-    """Return the encoding of a named function's table, for an input of `dtype`, and settings that `check_choice` accepts.
+    """Return the encoding of a named function's table, for inputs of `dtype` and settings that `check_choice` accepts.
 
     Raises:
-        FunctionError, SolveError, TableError: there is no such table. The message has one line.
+        FunctionError, SolveError, TableError: there is no such table.
     """
     if table is not None:
         return _given(function, parameters, table)
@@ -40,7 +40,7 @@ def encoding_of(
 def encoding_text(
     function: str, parameters: tuple, bits: int, table: Table | None, dtype: torch.dtype
 ) -> str:
-    """Return the text of `encoding_of`. Raise InputError or TableError if `check_choice` does."""
+    """Return the text of `encoding_of`, after `check_choice`."""
     check_choice(bits, table)
     return encoding_of(function, parameters, bits, table, dtype).text
 

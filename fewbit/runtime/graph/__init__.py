@@ -1,4 +1,1 @@
-"""Compression of the tensors that torch's own operations have saved, such as products and recurrent layers.
-
-This folder may import `runtime.quantizers` and what `runtime.quantizers` may import.
-"""
+"""Compression of the tensors that torch's own operations have saved, such as products and recurrent layers."""

@@ -55,7 +55,6 @@ class GraphSettings(NamedTuple):
     Args:
         bits: the bits per element of tensors in which gradients are linear.
         derivative_bits: the bits per element of derivatives.
-        group_size: the number of elements in a group.
         kind: the kind of the copies; None for the usual kind.
         functions: {name of an autograd Function: positions of saved tensors in which its gradients are linear}.
         least: the number of elements from which on small tensors of one pack are quantized.
@@ -98,7 +97,7 @@ class _Candidate(NamedTuple):
 
 
 class GraphCompressor:
-    """Compresses what torch's operations save in a model's forward passes. A copy or unpickled one has the same settings.
+    """Compresses what torch's operations save in a model's forward passes. A copy has the same settings.
 
     Args:
         settings: the settings for modules that `own` does not name.
@@ -117,7 +116,7 @@ class GraphCompressor:
         self.__init__(**state)
 
     def begin(self, module: nn.Module, inputs) -> None:
-        """Start a forward pass of `module`. Autograd nodes that exist already are not touched."""
+        """Start a forward pass of `module`. Existing autograd nodes are not touched."""
         local = self._local
         # Sequence numbers do not suffice: nodes of another thread may have larger ones.
         local.start, local.seen = next_sequence_number(), {*nodes_of(tensors_in(inputs))}
@@ -125,13 +124,12 @@ class GraphCompressor:
         local.exact, local.packs = set(), {}
 
     def end(self) -> None:
-        """Forget the forward pass."""
         local = self._local
         local.start, local.seen, local.owned, local.earlier = None, set(), set(), []
         local.exact, local.packs = set(), {}
 
     def compress(self, path: str, start: int, outputs, context: ForwardContext) -> None:
-        """Compress what was saved in a call of the module at `path`, except in modules for which this was called before.
+        """Compress what was saved in a call of the module at `path`, except in modules that were compressed before.
 
         `start` is the sequence number of the next autograd node when the call began.
         """
@@ -166,7 +164,7 @@ class GraphCompressor:
                 self._replace(one, settings, path, context)
 
     def finish(self, context: ForwardContext) -> None:
-        """Make the copies of packs that are not full. Packs of few elements stay exact."""
+        """Make the copies of packs that are not full."""
         local = self._local
         waiting = [*local.packs.values()]
         while waiting:
@@ -266,7 +264,7 @@ def _hold(argument: SavedArgument, tensors, restore: Callable) -> None:
 
 
 def _is_factor(argument: SavedArgument, rule: Rule | None) -> bool:
-    """Return whether the argument is a factor without gradient, and the other factor is computed from parameters."""
+    """Return whether the argument is a factor without gradient, and the other factor comes from parameters."""
     if rule is not LINEAR or not argument.node.name().startswith("MulBackward"):
         return False
     is_constant = not (argument.needs_grad or argument.is_computed)
@@ -297,7 +295,7 @@ def _checked(restore: Callable[[], torch.Tensor], is_exact: bool) -> Callable:
 
 
 def _without_gain(candidates: list[_Candidate], settings: GraphSettings) -> set[int]:
-    """Return the storages that are hardly larger than the copies of their tensors together."""
+    """Return the storages that are hardly larger than their tensors' copies."""
     how = RuleSettings(None, settings.kind, settings.bits, settings.derivative_bits)
     bits, sizes = {}, {}
     for argument, rule in candidates:
@@ -309,7 +307,6 @@ def _without_gain(candidates: list[_Candidate], settings: GraphSettings) -> set[
 
 
 def _storages(module: nn.Module, inputs) -> set[int]:
-    """Return the storages of parameters, buffers and inputs that are leaves."""
     given = [x for x in tensors_in(inputs) if x.grad_fn is None]
     tensors = (*module.parameters(), *module.buffers(), *given)
     return {storage_of(x) for x in tensors if is_plain(x)}

@@ -3,9 +3,9 @@
 Gradients are linear in each of these inputs if the others are exact. Gates, step sizes and, for delta rules, keys stay
 exact.
 
-Functions of whole layers of mamba_ssm run parts of the layer again in the backward pass. Mamba's saves the layer's input,
-which enters a SiLU, and tensors of the scan, in which gradients are linear. Mamba2's, `MambaSplitConv1dScanCombinedFn`,
-saves the layer's input and the input of a norm, which stay exact.
+Functions of whole layers of mamba_ssm run parts of the layer again in the backward pass. Mamba's saves the layer's
+input, which enters a SiLU, and tensors of the scan, in which gradients are linear. Mamba2's saves the inputs of the
+layer and of a norm, which stay exact.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _KNOWN = {
 def linear_positions(function: type, node, count: int | None) -> Iterable[int]:
     """Return the positions of saved tensors in which the gradients of a known autograd Function are linear.
 
-    `count` is the number of tensors that the node has saved, with those that are None, or None if it is not known.
+    `count` is `count_of_saved(node)`.
     """
     for known in _KNOWN.get(name_of_class(function), ()):
         if known.count == count and known.holds(node):

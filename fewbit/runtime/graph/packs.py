@@ -1,7 +1,9 @@
 """Packs: small tensors that autograd nodes, as those of a recurrent layer's steps, have saved, and that are quantized together.
 
-Single copies would take most of the time and memory for calls of kernels and the allocator's smallest blocks. The
-tensors of a pack have the same rule, dtype and shape except in dimension 0, along which they are concatenated.
+Single copies would cost a kernel call and one of the allocator's smallest blocks each. The tensors of a pack have the
+same rule, dtype and shape except in dimension 0, along which they are concatenated. Tensors of fewer than
+`LEAST_ELEMENTS` stay exact, those of more than `MOST_ELEMENTS` are quantized alone, and a pack is full with
+`PACK_ELEMENTS`.
 """
 
 from __future__ import annotations
@@ -17,11 +19,8 @@ from fewbit.runtime.interop.cuda_streams import hold_for_stream, stream_of
 from fewbit.runtime.quantizers.spec import SavedTensors
 
 LEAST_ELEMENTS = 16
-"""Tensors of fewer elements stay exact."""
 MOST_ELEMENTS = 1 << 13
-"""Tensors of more elements get copies of their own."""
 PACK_ELEMENTS = 1 << 16
-"""A pack of this many elements is full."""
 
 
 class Member(NamedTuple):
@@ -46,17 +45,14 @@ class Pack:
         self._size = 0
 
     def add(self, argument: SavedArgument) -> None:
-        """Add a saved tensor."""
         self.arguments.append(argument)
         self._size += argument.tensor.numel()
 
     @property
     def is_full(self) -> bool:
-        """True if the pack has enough elements to be quantized."""
         return self._size >= PACK_ELEMENTS
 
     def count(self, exact: set[int]) -> int:
-        """Return the number of elements of tensors whose storages are not in `exact`."""
         return sum(x.tensor.numel() for x in self.arguments if storage_of(x.tensor) not in exact)
 
     def members(self, exact: set[int]) -> list[Member]:
@@ -86,7 +82,6 @@ class PackedCopy:
         self._values, self._left = None, 0
 
     def member(self, start: int, end: int, order: tuple[int, ...] | None) -> torch.Tensor:
-        """Return an approximation of the rows from `start` to `end`, with dimensions permuted by `order`."""
         values = self._values
         if values is None:
             hold_for_stream(self._copy.tensors)
@@ -101,7 +96,7 @@ class PackedCopy:
 
 
 def key_of(x: torch.Tensor, rule: Rule, settings: int) -> tuple:
-    """Return what tensors must have in common to be in one pack; `settings` is an id."""
+    """Return what the tensors of one pack have in common; `settings` is an id."""
     order = layout.storage_permutation(x)
     shape = x.shape if order is None else [x.shape[dim] for dim in order]
     return rule, settings, tuple(shape[1:]), order, x.dtype, x.device, stream_of(x)

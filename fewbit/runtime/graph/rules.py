@@ -1,7 +1,7 @@
 """The rules by which saved tensors of torch's autograd nodes are compressed, one for each argument of a kind of node.
 
-A rule that `is_exact` leaves the gradient the same to the bit. With another one the gradient is exact in expectation,
-as long as the node's other arguments are exact or rounded independently. Arguments without a rule stay exact.
+If a rule `is_exact`, the gradient is the same to the bit, else it is exact in expectation, as long as the node's other
+arguments are exact or rounded independently. Arguments without a rule stay exact.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ class RuleSettings(NamedTuple):
 
     Args:
         quantize: a function (tensor, bits, kind) that returns a copy as SavedTensors.
-        kind: the kind of copies that the user has chosen, or None.
-        bits: the bits per element of tensors in which the gradient is linear.
-        derivative_bits: the bits per element of derivatives.
+        kind, bits, derivative_bits: as in `GraphSettings`.
     """
 
     quantize: Callable[[torch.Tensor, int, str], SavedTensors]
@@ -54,7 +52,7 @@ class Rule:
         return self.exact_bits
 
     def compress(self, x: torch.Tensor, settings: RuleSettings) -> SavedTensors | None:
-        """Return the copy of x, or None if this rule does not apply to it."""
+        """Return the copy of x, or None if this rule does not apply to x."""
         raise NotImplementedError
 
 
@@ -66,11 +64,9 @@ class LinearRule(Rule):
     takes_constants: bool = False
 
     def bits(self, settings):
-        """Return the bits per element of the copy."""
         return settings.bits
 
     def compress(self, x, settings):
-        """Return a quantized copy."""
         if x.dtype not in FLOATING:
             return None
         return settings.quantize(x, settings.bits, settings.kind or self.usual)
@@ -78,23 +74,21 @@ class LinearRule(Rule):
 
 @dataclass(frozen=True)
 class ExponentialRule(LinearRule):
-    """The argument is a result of exp, in which the gradient is linear. It is quantized if no element is above 1.
+    """The argument is a result of exp, in which the gradient is linear. It is quantized if no element is above 1 or NaN.
 
-    See `operations.elementwise.exp`. On a GPU the host would have to wait for the largest element, so it stays as it
-    is.
+    See `operations.elementwise.exp`. On a GPU it stays as it is, because the host would have to wait.
     """
 
     usual: str = UNIFORM
 
     def compress(self, x, settings):
-        """Return a quantized copy, or None if an element is above 1 or no number."""
         is_small = not x.is_cuda and x.dtype in FLOATING and bool((x <= 1).all())
         return super().compress(x, settings) if is_small else None
 
 
 @dataclass(frozen=True)
 class DerivativeRule(Rule):
-    """The gradient is linear in a derivative, a function of the argument. The derivative is quantized, in a uniform copy.
+    """The gradient is linear in a derivative, a function of the argument. The derivative is saved in a uniform copy.
 
     The backward pass gets an argument whose derivative, computed by `derivative`, is the quantized one (`inverse`).
     """
@@ -103,11 +97,9 @@ class DerivativeRule(Rule):
     inverse: Callable
 
     def bits(self, settings):
-        """Return the bits per element of the copy."""
         return settings.derivative_bits
 
     def compress(self, x, settings):
-        """Return a quantized copy of the derivative."""
         if x.dtype not in FLOATING:
             return None
         derivative = self.derivative(x.to(torch.promote_types(x.dtype, torch.float32)))
@@ -117,12 +109,11 @@ class DerivativeRule(Rule):
 
 @dataclass(frozen=True)
 class MaskRule(Rule):
-    """The argument is a mask of bools."""
+    """The argument is a mask of bools, which is packed."""
 
     is_exact = True
 
     def compress(self, x, settings):
-        """Return the packed mask."""
         if x.dtype is not torch.bool:
             return None
         tensors, spec, *_ = integers.pack(x, 2)
@@ -136,7 +127,6 @@ class TwoValuedRule(Rule):
     is_exact = True
 
     def compress(self, x, settings):
-        """Return a packed bit for each element, or None if there are other values."""
         if x.is_cuda or x.dtype not in FLOATING:
             return None
         value = x.amax()
@@ -153,7 +143,6 @@ class PositiveRule(Rule):
     is_exact = True
 
     def compress(self, x, settings):
-        """Return the packed signs."""
         tensors, spec, *_ = integers.pack(x > 0, 2)
         return SavedTensors(tensors, integers.CastSpec(spec, x.dtype))
 
@@ -167,7 +156,6 @@ class InsideRule(Rule):
     is_exact = True
 
     def compress(self, x, settings):
-        """Return a packed bit for each element."""
         tensors, spec, *_ = integers.pack(clamp.is_inside(x, self.least, self.greatest), 2)
         # NaN is in no interval.
         return SavedTensors(tensors, _ChoiceSpec(spec, x.dtype, self._point(x.dtype), math.nan))
@@ -185,14 +173,13 @@ class InsideRule(Rule):
 class IndexRule(Rule):
     """The argument has indices, int64, which are saved in the narrowest dtype that holds them.
 
-    On a GPU they stay as they are, because the host would have to wait for their largest value.
+    On a GPU they stay as they are, because the host would have to wait.
     """
 
     is_exact = True
     exact_bits = 16
 
     def compress(self, x, settings):
-        """Return the narrowed indices."""
         if x.dtype is not torch.int64 or x.is_cuda:
             return None
         least, greatest = x.aminmax()
@@ -203,13 +190,12 @@ class IndexRule(Rule):
 
 @dataclass(frozen=True)
 class SizeRule(Rule):
-    """The gradient depends on the size of the argument alone."""
+    """The gradient depends on the size of the argument alone, so no tensor is saved."""
 
     is_exact = True
     exact_bits = 0
 
     def compress(self, x, settings):
-        """Return a copy without tensors."""
         return SavedTensors((), _SizeSpec(tuple(x.shape), x.dtype, x.device))
 
 
@@ -222,7 +208,6 @@ class _ChoiceSpec(NamedTuple):
     zero: float
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return `one` for the bools that are true, and `zero` for the others."""
         flags = self.inner.dequantize(tensors).bool()
         values = torch.full_like(flags, self.zero, dtype=self.dtype)
         return values.masked_fill_(flags, self.one)
@@ -234,7 +219,6 @@ class _InverseSpec(NamedTuple):
     dtype: torch.dtype
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return an argument that has the quantized derivative."""
         return self.inverse(self.inner.dequantize(tensors)).to(self.dtype)
 
 
@@ -244,7 +228,6 @@ class _SizeSpec(NamedTuple):
     device: torch.device
 
     def dequantize(self, tensors) -> torch.Tensor:
-        """Return zeros of this size, without memory for them."""
         return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.size)
 
 

@@ -1,7 +1,4 @@
-"""The code that uses private or undocumented interfaces of torch, one file for each.
-
-It may import `fewbit.errors`, and knows nothing of tables, quantizers or layers.
-"""
+"""The code that uses private or undocumented interfaces of torch, one file for each."""
 
 import torch
 

@@ -30,7 +30,7 @@ def _uncached():
 
 
 def in_float32(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Return x, in float32 if it is a CUDA tensor of 16 bits under autocast, as some functions of torch do."""
+    """Return x, in float32 if it is a CUDA tensor of 16 bits under autocast."""
     if x is not None and x.is_cuda and x.dtype.itemsize == 2 and torch.is_autocast_enabled("cuda"):
         return x.to(torch.float32)
     return x

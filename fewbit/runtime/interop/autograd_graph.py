@@ -1,4 +1,4 @@
-"""Read the autograd graph of a forward pass, and change how its nodes hold saved tensors, by private attributes of nodes."""
+"""Read the autograd graph of a forward pass, and change how its nodes hold saved tensors, by their private attributes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ COPIES = frozenset(
     f"{name}Backward0"
     for name in "ToCopy T Transpose View UnsafeView Permute Unsqueeze Squeeze Expand Slice Select Alias Clone".split()
 )
-"""Names of the nodes between a parameter and a copy or view of it, such as that in another dtype under autocast."""
+"""Names of nodes that make a copy or view of a parameter, such as that in another dtype under autocast."""
 _LEADS_TO_LEAF = "fewbit_leads_to_leaf"
-"""The key in an autograd node's metadata under which `_leads_to_leaf` stores its answer."""
 _arguments = {}  # {type of a node: names of the arguments that the node saves}
 
 
@@ -28,7 +27,7 @@ class SavedArgument(NamedTuple):
         tensor: the tensor, or None if other hooks hold it.
         needs_grad: whether the tensor is a result of the node, or needs a gradient.
         is_computed: whether the tensor is a result of the node, or `is_computed` is true for it.
-        meter: the `Metered` object that holds the tensor while a meter counts saved bytes, else None.
+        meter: the `Metered` object that holds the tensor, if any.
     """
 
     node: object
@@ -62,12 +61,12 @@ def next_sequence_number() -> int:
 
 
 def nodes_of(tensors: Iterable[torch.Tensor]) -> list:
-    """Return the autograd nodes that have made these tensors."""
+    """Return the autograd nodes that made these tensors."""
     return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
 def nodes_since(nodes: Iterable, start: int, seen: set) -> tuple[list, list]:
-    """Return (nodes behind some autograd nodes that this thread made since `start`, earlier nodes to which these lead directly).
+    """Return (nodes that this thread made since `start`, behind the given ones; earlier nodes to which these lead directly).
 
     Nodes in `seen`, to which those that are found are added, and nodes before them are left out.
     """
@@ -138,10 +137,7 @@ def saved_by(node) -> Iterator[SavedArgument]:
 
 
 def was_changed(node, name: str, members) -> bool:
-    """Return whether a saved tensor was changed in place, or was freed. torch checks this when the tensor is read.
-
-    `members` are torch's SavedTensors of the argument.
-    """
+    """Return whether a saved tensor was changed in place or freed. `members` are torch's SavedTensors of the argument."""
     if any(getattr(raw, "unpack_hook", None) is not None for raw in members):
         return False  # to read it would call the hook
     try:
@@ -163,7 +159,6 @@ def ends_at_leaves(node) -> bool:
 
 
 def _leads_to_leaf(node) -> bool:
-    """Return whether a node is a leaf's, or a copy or view leads from it to a leaf."""
     passed = []
     while node.name() in COPIES and node.next_functions[0][0] is not None:
         if _LEADS_TO_LEAF in node.metadata:

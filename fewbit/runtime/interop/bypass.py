@@ -21,8 +21,6 @@ stack = _Stack()
 
 
 class _Bypass:
-    """The context manager that `bypass` returns."""
-
     __slots__ = ("before",)
 
     def __enter__(self):
@@ -34,7 +32,7 @@ class _Bypass:
 
 
 def bypass():
-    """Return a context manager within which functions stay torch's own, as they do if a model is in evaluation mode."""
+    """Return a context manager within which functions stay torch's own, as in evaluation mode."""
     return nullcontext() if torch.compiler.is_compiling() else _Bypass()
 
 
@@ -46,8 +44,8 @@ def current_mode():
 class ReplacingMode(TorchFunctionMode):
     """The base of fewbit's function modes, by which `run_outside` recognizes them.
 
-    A mode that watches a checkpointed region has `is_region`, and `run_layer(function, args, kwargs)`, which calls the
-    forward of a layer of fewbit outside of the mode.
+    One that watches a checkpointed region has `is_region`, and `run_layer(function, args, kwargs)`, which calls the
+    forward of a layer of fewbit, args[0], outside of the mode.
     """
 
     is_region = False
@@ -56,7 +54,7 @@ class ReplacingMode(TorchFunctionMode):
 def run_outside(function, *args, **kwargs):
     """Return function(*args, **kwargs), without fewbit's function modes if these are the innermost ones.
 
-    fewbit's layers call hundreds of methods of tensors, none of which the mode would replace.
+    The modes would replace none of the hundreds of methods that fewbit's layers call.
     """
     if torch.compiler.is_dynamo_compiling() or not torch._C._len_torch_function_stack():
         return function(*args, **kwargs)
@@ -80,8 +78,7 @@ _ENTER, _LEAVE = -1, -2
 class ModeHooks:
     """Forward hooks that give a module a mode of its own: True, False or settings.
 
-    torch does not run `leave` after a KeyboardInterrupt. In that case the call of the enclosing module restores the
-    modes.
+    After a KeyboardInterrupt, in which torch does not run `leave`, the call of the enclosing module restores the modes.
     """
 
     def __init__(self, mode):
@@ -98,11 +95,9 @@ class ModeHooks:
         module._forward_hooks_always_called[_LEAVE] = True
 
     def enter(self, *_) -> None:
-        """Set the mode, as a forward pre-hook."""
         if not torch.compiler.is_compiling():
             stack.modes = (*stack.modes, self.mode)
 
     def leave(self, *_) -> None:
-        """Restore the previous mode, as a forward hook that is always called."""
         if not torch.compiler.is_compiling():
             stack.modes = stack.modes[:-1]

@@ -1,4 +1,4 @@
-"""Recognize the checkpointed region that this thread runs, both in its first run and in its recomputation.
+"""Recognize the checkpointed region that this thread runs, in its first run and in its recomputation.
 
 A region is recognized by an object that exists once for it (docs/decisions/0014): torch's `_CheckpointFrame`, or with
 `use_reentrant=True` the autograd context of `CheckpointFunction`.
@@ -28,7 +28,7 @@ def checkpoint_hook():
 
 
 def region_of(hook):
-    """Return the object that is the same in both runs of the region with the hook `checkpoint_hook()`; None without a region."""
+    """Return the object that is the same in both runs of the region with this `checkpoint_hook()`; None without a region."""
     for cell in getattr(hook, "__closure__", None) or ():
         held = cell.cell_contents
         held = held() if isinstance(held, weakref.ref) else held
@@ -62,6 +62,6 @@ def in_checkpoint() -> bool:
 def outside_dispatch_modes():
     """Return a context manager in whose block no dispatch mode is active.
 
-    That of a selective policy of torch's checkpoint expects the same operations in both runs of a region.
+    A selective policy of torch's checkpoint expects the same operations in both runs of a region.
     """
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()

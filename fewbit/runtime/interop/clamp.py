@@ -7,7 +7,6 @@ import torch
 from fewbit.runtime.interop import VERSION
 
 HAS_GRADIENT_AT_ENDS = VERSION < (2, 14)
-"""True if torch.clamp has a gradient for elements that are equal to an end of its interval."""
 
 
 def is_inside(x: torch.Tensor, least, greatest) -> torch.Tensor:

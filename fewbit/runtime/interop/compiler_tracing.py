@@ -6,10 +6,7 @@ import torch
 
 
 def notify_traced(subject) -> None:
-    """Call `subject.was_traced()` when Dynamo traces this call; do nothing in eager mode and in other tracers.
-
-    The call adds no operation, no guard and no break to the graph.
-    """
+    """Call `subject.was_traced()` if Dynamo traces this call. The graph gets no operation, guard or break."""
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
 
@@ -17,7 +14,7 @@ def notify_traced(subject) -> None:
 
 
 def _notify(context) -> None:
-    """Call `was_traced` of the object that Dynamo, with this ComptimeContext, represents as the variable `subject`."""
+    """Call `was_traced` of the object that the variable `subject` is for Dynamo, in this ComptimeContext."""
     variable = context.get_local("subject")
     tracker = getattr(variable, "_i_will_not_complain_if_bc_breaks_VariableTracker", lambda: None)()
     subject = getattr(tracker, "value", None)

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 
 def tensors_in(structure, in_objects: bool = False) -> list[torch.Tensor]:
-    """Return the tensors in nested containers, mappings and dataclasses, which may refer to each other in circles.
+    """Return the tensors in nested containers, mappings and dataclasses, which may have cycles.
 
-    With `in_objects`, the attributes of other objects count too, except for modules of Python and torch.
+    With `in_objects`, attributes of other objects count too, except for modules of Python and torch.
     """
     found, waiting = [], [structure]
     entered = {}  # {id: container}; an object that is kept alive keeps its id

@@ -1,4 +1,4 @@
-"""CUDA streams: the current one, memory that several streams use, and copies to the host that nothing waits for."""
+"""CUDA streams: the current one, memory that several streams use, and copies to the host."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ def stream_of(x: torch.Tensor) -> int:
 
 
 def hold_for_stream(tensors: Iterable[torch.Tensor]) -> None:
-    """Prevent memory that another stream allocated from being reused before the current stream has done its work with it.
-
-    Tensors that are not on a CUDA device are ignored.
-    """
+    """Prevent CUDA memory of other streams from being reused before the current stream has done its present work."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -61,7 +58,7 @@ class AsyncHostCopy:
 
 
 def _start(tensors):
-    """Start to copy 1-D tensors to the host. Return their entries, and the event of completion or None."""
+    """Start to copy 1-D tensors. Return their entries on the host, and the event of completion or None."""
     flat = torch.cat(tensors)
     if not flat.is_cuda:
         return flat, None

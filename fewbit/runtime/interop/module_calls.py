@@ -1,7 +1,6 @@
 """Subclasses of module classes that run the calls of a converted model's modules inside `try` / `finally`.
 
-After a KeyboardInterrupt torch runs no forward hook (docs/decisions/0013). So a module gets a *tracked* class, whose
-`__call__` passes the call to the model's `CallGuard`.
+A module gets a *tracked* class, whose `__call__` passes the call to the model's `CallGuard` (docs/decisions/0013).
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from torch.fx import GraphModule
 from torch.nn.utils.parametrize import is_parametrized
 
 GUARD = "_fewbit_guard"
-"""The attribute in which a module or activation holds the model's `CallGuard`."""
+"""The attribute of a module or activation that holds the model's `CallGuard`."""
 
 PATH = "_fewbit_path"
-"""The attribute in which a module holds its path in the converted model."""
+"""The attribute of a module that holds its path in the converted model."""
 
 _callback = eval_frame.get_eval_frame_callback
 _made = weakref.WeakKeyDictionary()  # {class: weak reference to the class made from it}
@@ -46,14 +45,14 @@ def is_compiled_code() -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether the module was compiled, by `torch.compile` or by its own method `compile`."""
+    """Return whether `torch.compile` or the module's own method `compile` has compiled the module."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 class _QConfig:
     """The attribute `qconfig` of tracked modules, which warns when torch.ao.quantization sets it or deletes it.
 
-    Its functions find layers by their exact class, so they would silently pass over the layers of a compressed model.
+    torch.ao.quantization finds layers by their exact class, so it would silently pass over compressed ones.
     """
 
     def __get__(self, module, owner=None):
@@ -81,7 +80,7 @@ class _QConfig:
 
 
 class TrackedModule:
-    """A mixin for module classes: calls run within the module's call guard, if it has one."""
+    """A mixin for module classes: calls run within the module's call guard, if it has one and no compiler is at work."""
 
     qconfig = _QConfig()
 
@@ -91,7 +90,6 @@ class TrackedModule:
             super().__init_subclass__(**kwargs)
 
     def __call__(self, *args, **kwargs):
-        """Call the module within the call guard, unless a compiler traces or compiles the call."""
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
         guard = self.__dict__.get(GUARD)
@@ -168,7 +166,7 @@ def tracked_class(base: type[nn.Module]) -> type[nn.Module]:
 def _layout_of(base: type) -> tuple[type, ...]:
     """Return the classes that must come first among the bases of a subclass, so that modules may change to it.
 
-    Python changes the class of an object only if both classes have added `__dict__` to the same class.
+    Python changes an object's class only if both classes have added `__dict__` to the same class.
     """
     first = base
     while getattr(first.__base__, "__dictoffset__", 0):
@@ -190,7 +188,7 @@ def _new_class(metaclass: type, name: str, bases: tuple[type, ...], own: dict) -
 def graph_class_of(module: nn.Module) -> type | None:
     """Return the class that torch.fx made for this module alone, with the code of the graph; None if there is none.
 
-    torch.fx refers to that class, so `track` changes its bases instead of giving the module another class.
+    torch.fx refers to that class, so `track` changes its bases instead.
     """
     if not isinstance(module, GraphModule):
         return None
@@ -199,7 +197,7 @@ def graph_class_of(module: nn.Module) -> type | None:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class that the module had before `track`."""
+    """Return the module's class before `track`."""
     return vars(type(module)).get("_fewbit_base", type(module))
 
 
@@ -244,7 +242,7 @@ def untrack(module: nn.Module) -> None:
 
 
 def _move_writes(made: type, base: type) -> None:
-    """Move attributes that were set on a tracked class later, such as a patched forward, to its base class."""
+    """Move attributes that were set on a tracked class later, such as a patched forward, to its base."""
     for name in set(vars(made)) - vars(made)["_fewbit_names"] - {"_fewbit_names"}:
         value = vars(made)[name]
         if name.startswith("__annot") or (name.startswith("__") and not callable(value)):

@@ -1,8 +1,8 @@
 """A forward that a module has as an attribute, in place of that of its class.
 
 `torch.nn.DataParallel` copies the attributes of a module to its replicas, so a replica would run the forward of the
-original, with the original's weights. It makes replicas by the private method `_replicate_for_data_parallel`. A module with
-a forward of its own gets an attribute of this name, which binds the forward of the replica to the replica.
+original, with the original's weights. It makes replicas by the private method `_replicate_for_data_parallel`, so an
+attribute of this name binds the forward of a replica to the replica.
 """
 
 from __future__ import annotations
@@ -16,16 +16,10 @@ from fewbit.errors import InputError
 
 _REPLICATE = "_replicate_for_data_parallel"
 ATTRIBUTES = "forward", _REPLICATE
-"""The attributes of a module that `OwnForward.put` changes."""
 
 
 class OwnForward:
-    """The base class of forwards that are attributes of a module.
-
-    Attributes:
-        module: the module.
-        earlier: the forward that the module had as an attribute before, or None.
-    """
+    """The base class of forwards that are attributes of `module`. `earlier` is the module's attribute before, or None."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -37,14 +31,13 @@ class OwnForward:
         return self.earlier or partial(type(self.module).forward, self.module)
 
     def put(self) -> None:
-        """Make this the forward of the module, in place of one of the same class, if there is one."""
+        """Make this the module's forward, in place of one of the same class, if there is one."""
         if isinstance(self.earlier, type(self)):
             self.earlier = self.earlier.earlier
         self.module.forward = self
         setattr(self.module, _REPLICATE, self._replicate)
 
     def remove(self) -> None:
-        """Undo `put`."""
         del self.module.forward
         if self.earlier is not None:
             self.module.forward = self.earlier
@@ -52,7 +45,6 @@ class OwnForward:
             vars(self.module).pop(_REPLICATE, None)
 
     def _replicate(self) -> nn.Module:
-        """Return a replica of the module whose forward is bound to the replica."""
         replica = getattr(type(self.module), _REPLICATE)(self.module)
         vars(replica)["forward"] = self._bound_to(replica)
         return replica

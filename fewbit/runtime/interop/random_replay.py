@@ -15,7 +15,7 @@ _STATE_BYTES = {"cpu": 5056, "cuda": 16}
 def can_replay(x) -> bool:
     """Return whether random numbers that are drawn for x now can be drawn again later.
 
-    A compiler, and a CUDA graph under capture, cannot read the generator's state.
+    A compiler and a CUDA graph under capture cannot read the generator's state.
     """
     if is_abstract(x):
         return x.device.type in _STATE_BYTES
@@ -27,7 +27,7 @@ def can_replay(x) -> bool:
 
 
 def state_of(x) -> Tensor:
-    """Return the state of torch's random generator for the device of x."""
+    """Return the state of torch's random generator for x's device."""
     if is_abstract(x):
         return x.new_empty(_STATE_BYTES[x.device.type], dtype=torch.uint8, device="cpu")
     return torch.cuda.get_rng_state(x.device) if x.is_cuda else torch.get_rng_state()

@@ -13,7 +13,7 @@ from fewbit.text import shorten
 PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
-"""The key that is included in torch's dispatch while `make_fx(..., pre_dispatch=True)` traces."""
+"""The key that is included in torch's dispatch during `make_fx(..., pre_dispatch=True)`."""
 modes_active = torch._C._len_torch_dispatch_stack
 transforms_active = torch._C._are_functorch_transforms_active
 _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
@@ -25,7 +25,7 @@ _TRACING = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.
 def is_plain(x) -> bool:
     """Return whether x is an ordinary dense tensor in ordinary eager mode, so that its memory can be read.
 
-    Dispatch modes that only watch operations make no difference, unlike those that make fake tensors or trace.
+    Dispatch modes that only watch operations make no difference.
     """
     # Every layer calls this function, so it calls few others, and cheap ones.
     if type(x) not in PLAIN_CLASSES or torch.compiler.is_dynamo_compiling():
@@ -48,7 +48,7 @@ def _hides_values() -> bool:
 
 
 def has_memory(x) -> bool:
-    """Return whether x is an ordinary dense tensor with memory, in whatever mode it is used."""
+    """Return whether x is an ordinary dense tensor with memory, in any mode."""
     if type(x) not in PLAIN_CLASSES or x.layout is not torch.strided or x.is_meta:
         return False
     return not is_wrapped(x)
@@ -69,7 +69,7 @@ def _has_mode(*keys) -> bool:
 
 
 def is_wrapped(x: torch.Tensor) -> bool:
-    """Return whether x stands for other tensors, in a transform of `torch.func` or by `is_grads_batched=True`."""
+    """Return whether x stands for other tensors, in `torch.func` or by `is_grads_batched=True`."""
     return _is_transformed(x) or _is_legacy_batch(x)
 
 

@@ -1,5 +1,4 @@
 """Tensors saved between the forward and the backward pass. Nothing here knows a layer class or a policy.
 
-docs/architecture.md lists the folders in the order in which they may import each other. This package may import
-`fewbit.functions`, `fewbit.table` and `fewbit.catalog`.
+docs/architecture.md lists the folders in the order in which they may import each other.
 """

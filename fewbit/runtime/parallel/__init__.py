@@ -1,4 +1,1 @@
-"""Several processes that train one model: their process groups, and layers that run on shards of DTensors.
-
-May import `interop/` of the runtime, and torch.
-"""
+"""Several processes that train one model: their process groups, and layers that run on shards of DTensors."""

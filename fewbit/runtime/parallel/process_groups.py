@@ -36,8 +36,7 @@ def is_distributed_run() -> bool:
 def process_groups(module) -> ProcessGroups:
     """Return the groups of processes that run the module's forward pass, if `is_distributed_run()`.
 
-    `data` is that of DistributedDataParallel or of the mesh of `fully_shard`; `tensor` those of other meshes of
-    DTensors.
+    `data` is that of DistributedDataParallel or of the mesh of `fully_shard`; `tensor` those of DTensors' other meshes.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -67,7 +66,6 @@ def _sharded_over(module) -> tuple:
 
 
 def _meshes_of_state(state) -> list:
-    """Return the meshes over which `fully_shard` distributes a module's own parameters."""
     if hasattr(state, "_fsdp_param_groups"):
         found = state._fsdp_param_groups
     else:  # older versions of torch have one mesh

@@ -1,4 +1,7 @@
-"""Layers of tensor parallelism: run a layer on the local shards of its DTensors, where that needs no communication."""
+"""Layers of tensor parallelism: run a layer on the local shards of its DTensors, and return a DTensor.
+
+Layers return None if an argument is no DTensor, or if the placements need communication.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +46,7 @@ def has_arrived(x: torch.Tensor) -> torch.Tensor:
 
 
 def elementwise(function, *tensors):
-    """Return function(*tensors), computed from local tensors as a DTensor.
-
-    The result is None if the DTensors differ in shape or placements, or are sums over processes.
-    """
+    """Return function(*tensors), for DTensors that are alike in shape and placements, and no sums over processes."""
     first = tensors[0]
     if any(placement.is_partial() for placement in first.placements):
         return None
@@ -58,10 +58,7 @@ def elementwise(function, *tensors):
 
 
 def linear(function, x, weight, bias):
-    """Return x times the transposed weight plus the bias, by `function` from local tensors.
-
-    Returns None if the arguments are not all DTensors, or their placements need communication.
-    """
+    """Return x times the transposed weight plus the bias, by `function`."""
     if not _are_on_one_mesh(x, weight, *([] if bias is None else [bias])):
         return None
     last, partial = x.dim() - 1, _partial()
@@ -96,7 +93,7 @@ def linear(function, x, weight, bias):
 
 
 def norm(function, x, dims: int, *vectors):
-    """Return function(x, *vectors), a norm over the last `dims` dimensions, computed from local tensors; or None."""
+    """Return function(x, *vectors), a norm over the last `dims` dimensions."""
     given = [vector for vector in vectors if vector is not None]
     if not _are_on_one_mesh(x, *given):
         return None
@@ -114,9 +111,9 @@ def norm(function, x, dims: int, *vectors):
 
 
 def attention(function, query, key, value):
-    """Return function(query, key, value), attention without mask and dropout, computed from local tensors.
+    """Return function(query, key, value), attention without mask and dropout.
 
-    The result is None if the three are not all DTensors that are replicated, or sharded alike by sample or by head.
+    The three must be replicated, or sharded alike by sample or by head.
     """
     tensors = query, key, value
     if not _are_on_one_mesh(*tensors) or not _are_alike(tensors) or query.dim() != 4:
@@ -159,7 +156,6 @@ class _LocalTensor(Function):
 
 
 def _local(x, placements):
-    """Return the local tensor of x, whose gradients are those of `placements`."""
     return _LocalTensor.apply(x, tuple(placements))
 
 

@@ -1,4 +1,4 @@
-"""Find the buffers of modules that a region replaces: the second run leaves these attributes as they were."""
+"""The buffers of modules that a region replaces: the second run leaves these attributes as they were."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Buffers:
 
     @contextmanager
     def watched(self):
-        """Remember the buffers that the first run, the block, replaces."""
+        """Remember the buffers that the block, the first run, replaces."""
         outer = _watchers.active
         _watchers.active = *outer, self
         try:
@@ -40,7 +40,6 @@ class Buffers:
             changed._put_back()
 
     def note(self, module, name: str) -> None:
-        """Remember a buffer that is about to change, if this is its first change."""
         self._before.setdefault((id(module), name), (module, module._buffers.get(name, _MISSING)))
 
     def _put_back(self) -> None:

@@ -22,12 +22,12 @@ _CHOOSES = {
 """{name: (position of the argument `dim`, its default)}. With the default None, the function needs `dim` to return indices."""
 _INDICES = "argmax", "argmin", "argsort"
 _SORTED = {"bucketize": (1, "boundaries"), "searchsorted": (0, "sorted_sequence")}
-"""{name: (position of the sorted sequence into which the function sorts its input, its name)}."""
+"""{name: (position of the sequence into which the function sorts its input, its name)}."""
 _RESIZED = frozenset("unique unique_consecutive nonzero argwhere".split())
 """Functions whose results have a size that depends on values. All their results are recorded, also the floating ones."""
 _NEUTRAL = frozenset("broadcast_tensors meshgrid randint".split())
 _DRAWS = frozenset("poisson binomial _standard_gamma _sample_dirichlet".split())
-"""Functions that return random floating tensors. How many random numbers they draw depends on their input."""
+"""Functions that return random floating tensors, and draw as many numbers as their input determines."""
 _NO_WRITES = frozenset("requires_grad_ detach_ rename_ share_memory_".split())
 _IN_PLACE = frozenset(
     f"__i{name}__"
@@ -56,7 +56,7 @@ _NORMS = frozenset((*_STATISTICS,)) - {
 
 
 def name_of(function) -> str:
-    """Return the name of a function, method or op of torch."""
+    """Return the name of a function, method or op."""
     return getattr(function, "__name__", "").partition(".")[0]
 
 
@@ -87,7 +87,6 @@ def _writes_first(function) -> bool:
 
 @lru_cache(4096)
 def _written_by_schema(function) -> tuple[tuple[int, str], ...]:
-    """Return the position and name of each argument that an op changes."""
     if isinstance(function, torch._ops.OpOverloadPacket):
         schemas = function._schemas.values()
     elif isinstance(function, torch._ops.OpOverload):
@@ -105,7 +104,7 @@ def _written_by_schema(function) -> tuple[tuple[int, str], ...]:
 
 
 def written(function, args, kwargs) -> list[torch.Tensor]:
-    """Return the tensors among the arguments of a call that the call may change."""
+    """Return the tensors among the arguments that a call may change."""
     if _writes_first(function):
         first = args[0] if args else kwargs.get("input", kwargs.get("self"))
         found = [first]
@@ -127,7 +126,7 @@ def _argument(args, kwargs, position: int, name: str):
 
 
 def tensors_in(values) -> list[torch.Tensor]:
-    """Return the tensors among values, and those in lists and tuples among the values."""
+    """Return the tensors among values, lists and tuples."""
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -161,12 +160,12 @@ def _is_coin(function, args, kwargs) -> bool:
 
 
 def draws_by_value(function) -> bool:
-    """Return whether the input of a function determines how many random numbers it draws on a CPU."""
+    """Return whether a function's input determines how many random numbers it draws on a CPU."""
     return name_of(function) in _DRAWS
 
 
 def may_differ_in_size(function) -> bool:
-    """Return whether the recorded tensors may have another size than those of the second run."""
+    """Return whether the second run's tensors may have another size than the recorded ones."""
     name = name_of(function)
     return name in _RESIZED or name == "where"  # with one argument, `where` is nonzero
 

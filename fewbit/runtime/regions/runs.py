@@ -1,8 +1,7 @@
-"""The function modes of the two runs of a checkpointed region.
+"""The function modes of the two runs of a checkpointed region (docs/guides/checkpointing.md, "Decisions" and "State").
 
-A region *decides* if it computes integers, booleans or Python numbers from floating tensors, such as the experts of a
-router; the second run takes the recorded decisions. A region changes *state* if it writes to a tensor that existed
-before it, such as running statistics; the second run writes to a copy with the earlier values.
+The second run takes the *decisions* that the first run recorded, integers, booleans or Python numbers computed from
+floating tensors, and writes the *state*, tensors that existed before the region, to a copy of the earlier values.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from fewbit.runtime.regions import functions
 
 _WAY_OUT = "; use torch.utils.checkpoint.checkpoint for this region"
 _PACKED = torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
-"""The dtypes of decisions that are packed into fewer bits."""
 _WRAPPERS = frozenset(
     (
         "torch.overrides torch.nn.functional torch.functional torch._tensor torch._ops fewbit.convert.functions "
@@ -47,7 +45,7 @@ class Decision(NamedTuple):
     Args:
         value: a Python value; or, if the function drew the tensors that it returned, the state of torch's generator
             afterwards; or None.
-        count: the number of tensors that were recorded.
+        count: the number of recorded tensors.
     """
 
     name: str
@@ -82,7 +80,7 @@ class _RegionMode(ReplacingMode):
         return type(found)((values, indices))
 
     def draw_one_hot(self, function, logits, tau=1, hard=False, eps=1e-10, dim=-1):
-        """Compute torch.nn.functional.gumbel_softmax, with an index that the second run can use again."""
+        """Compute gumbel_softmax, with an index that the second run can use again."""
         soft = function(logits, tau, False, eps, dim)
         if not hard:
             return soft
@@ -117,7 +115,6 @@ class FirstRun(_RegionMode):
         self._made = set()  # storages of tensors without gradients that the region has made
 
     def call(self, function, kind, args, kwargs):
-        """Call a function of torch in the first run."""
         for tensor in functions.written(function, args, kwargs):
             self.keep(tensor)
         if kind == functions.NEUTRAL:
@@ -146,7 +143,7 @@ class FirstRun(_RegionMode):
         return result
 
     def decided(self, function, values, count):
-        """Record the tensors that a function returned, whose integers are below `count` if it is known, and return them."""
+        """Record the tensors that a function returned, whose integers are below `count` if known, and return them."""
         with _recording():
             self._tensors += [_packed(value, count) for value in values]
         self.count += len(values)
@@ -178,11 +175,10 @@ class FirstRun(_RegionMode):
                 self._earlier.append(copies.unquantized(_bytes_of(storage).clone()))
 
     def kept(self) -> list[SavedTensors]:
-        """Return what the second run needs: the tensors of decisions, then the earlier memory of state."""
+        """Return what the second run needs: the tensors of decisions, then the earlier state."""
         return [*self._tensors, *self._earlier]
 
     def forget(self) -> None:
-        """Forget the tensors that `kept` returns, when autograd has saved them."""
         self._tensors, self._earlier, self._made = [], [], set()
 
     def _note(self, result, args, kwargs) -> None:
@@ -202,7 +198,6 @@ class FirstRun(_RegionMode):
                 self._made.add(number)
 
     def run_layer(self, function, args, kwargs):
-        """Call the forward of a layer of fewbit, args[0], outside of this mode."""
         buffers = getattr(args[0], "_buffers", None) if args else None
         if buffers and args[0].training:
             for tensor in functions.tensors_in(buffers.values()):
@@ -215,7 +210,7 @@ class Rerun(_RegionMode):
 
     Args:
         run: the mode of the first run.
-        saved: the saved tensors of the first run, a list of (spec, tensors) in the order of `FirstRun.kept`.
+        saved: a list of (spec, tensors), in the order of `FirstRun.kept`.
     """
 
     def __init__(self, run: FirstRun, saved: list):
@@ -227,7 +222,6 @@ class Rerun(_RegionMode):
         self._decides = run.decides
 
     def call(self, function, kind, args, kwargs):
-        """Call a function of torch in the second run."""
         if self._memory:
             args = tuple(map(self._own, args))
             kwargs = {name: self._own(value) for name, value in kwargs.items()}
@@ -260,7 +254,6 @@ class Rerun(_RegionMode):
         return type(result)([recorded.get(id(x), x) for x in result])
 
     def decided(self, function, values, count):
-        """Return what the first run recorded in place of `values`."""
         decision = self._next(function)
         found = []
         with outside_dispatch_modes(), torch._C.DisableTorchFunction():
@@ -305,7 +298,7 @@ class Rerun(_RegionMode):
             return tuple(x.detach().clone() if any(x is y for y in changed) else x for x in args)
 
     def run_layer(self, function, args, kwargs):
-        """Call the forward of a layer of fewbit, args[0], outside of this mode, with copies of its state."""
+        """Call the forward of a layer with copies of its state."""
         layer = args[0] if args else None
         if self._memory and isinstance(layer, nn.Module) and layer._buffers:
             own = object.__new__(type(layer))
@@ -316,7 +309,7 @@ class Rerun(_RegionMode):
 
 
 class _Innermost(threading.local):
-    """The hook and context (`checkpoint_hook`) of the innermost region of fewbit that this thread runs."""
+    """The hook and context of the innermost region of fewbit that this thread runs."""
 
     region = None
 
@@ -350,7 +343,7 @@ def _recording():
 
 
 def _decides(args, kwargs) -> bool:
-    """Return whether a call that returns no floating tensor gets one, and was not made by fewbit's own code."""
+    """Return whether a call, not by fewbit's own code, gets a floating tensor and returns none."""
     given = functions.tensors_in((*args, *kwargs.values()))
     if not any(x.is_floating_point() or x.is_complex() for x in given):
         return False
@@ -361,7 +354,7 @@ def _decides(args, kwargs) -> bool:
 
 
 def _decided_values(function, result, args, kwargs) -> tuple[Tensor, ...]:
-    """Return the tensors that a call has returned, or to which it has assigned elements, and that are decisions."""
+    """Return the decisions among the tensors that a call has returned, or to which it has assigned elements."""
     result = functions.assigned(function, args) if result is None else result
     results = (result,) if isinstance(result, Tensor) else result
     if not isinstance(results, list | tuple) or not all(isinstance(x, Tensor) for x in results):

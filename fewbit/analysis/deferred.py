@@ -1,6 +1,6 @@
 """Quantizers that round in the backward pass, so that several backward passes can round the tensors of one forward.
 
-One set of random numbers for rounding is called a *draw*.
+One set of random numbers is called a *draw*.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Noise:
 
     @contextmanager
     def drawn(self, draws: Mapping[str, object]):
-        """Round the contexts {name of a context: name of a draw} in backward passes within the block.
+        """Round the contexts {name: name of a draw} in backward passes within the block.
 
         Names of draws with the same repr give the same random numbers.
         """
@@ -51,7 +51,7 @@ class Noise:
             self._draws = None
 
     def number_saved(self) -> tuple[str, int]:
-        """Count a tensor that is saved now. Return (name of its context, its number in the context).
+        """Count a tensor that is saved now. Return (name of its context, its number there).
 
         Those that a checkpoint recomputes get -1, -2, -3 ... in every backward pass.
         """
@@ -84,7 +84,6 @@ class DeferredQuantizer(Quantizer):
         extra_bits: int = 0,
         recomputes: bool = True,
     ) -> SavedTensors:
-        """Save x unchanged, to be rounded to the kind of copy that `Quantizer.quantize` would make."""
         kind = self.kind_of(usual)
         if kind == ROTATED and shared and self.context is not None and is_eager(x):
             saving = self.context.saving(x)
@@ -96,7 +95,6 @@ class DeferredQuantizer(Quantizer):
     def quantize_normalized(
         self, x, mean, rstd, inner: int | None, features: tuple[int, ...] | None = None
     ) -> SavedTensors:
-        """Save (x - mean) rstd without rounding."""
         if mean is not None:
             x = x.to(rstd.dtype) - mean
         x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))

@@ -1,7 +1,4 @@
-"""The memory that training a model takes, by the formulas of appendix B of the paper Few-bit Backward (docs/results/memory.md).
-
-The saved bytes are counted in a forward on fake tensors.
-"""
+"""The memory that training a model takes, by the formulas of appendix B of the paper Few-bit Backward (docs/results/memory.md)."""
 
 from __future__ import annotations
 
@@ -50,12 +47,8 @@ class ModelMemory:
     """The bytes that one forward of a model saves, in float32.
 
     Attributes:
-        model: The name of the model.
         size: The side of the images in pixels, or the number of tokens.
-        batch: The number of samples in the forward.
         activation: The name of the activation with which the model was built, or None.
-        dropout: Whether dropout was on.
-        parameters: The number of parameters.
         model_bytes: The bytes of parameters and buffers.
         activation_bytes: All bytes that are saved for backward.
         nonlinear_bytes: The part of `activation_bytes` that only activation modules save.
@@ -208,8 +201,6 @@ class MemoryReport(Result):
     """Measurements of models, and the largest batches on a device. A single model has one row for each of `bits`.
 
     Attributes:
-        measurements: A `ModelMemory` for each model.
-        device_bytes: The memory of the device in bytes.
         bits: The bits per element of few-bit activations for the largest batches.
     """
 
@@ -218,7 +209,6 @@ class MemoryReport(Result):
     bits: tuple[int, ...] = BITS
 
     def records(self) -> list[dict]:
-        """Return a dict for each model, with the results of the formulas."""
         return [self._record(measured) for measured in self.measurements]
 
     def _record(self, measured: ModelMemory) -> dict:

@@ -1,4 +1,4 @@
-"""The meter, which counts the bytes that one forward saves for backward, by module and by kind; a storage counts once."""
+"""The meter, which counts the bytes that one forward saves for backward; a storage counts once."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _named_modules(roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 @dataclass
 class _Storage:
-    """One storage, with {identity of a view: its bytes} and {module: pairs (token, plain tensor)}, in the order of saving."""
+    """One storage, with {identity of a view: its bytes} and {module: pairs (token, plain tensor)}."""
 
     kind: str
     bytes: int

@@ -1,4 +1,4 @@
-"""The result of `fewbit.variance_profile`, which can be shown as a table, drawn as a heat map and saved as JSON."""
+"""The result of `fewbit.variance_profile`: a table, a heat map and a document."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class VarianceProfile(Document):
     Attributes:
         contexts: The paths of the C modules whose saved tensors are rounded, in the order of the forward; "" for the
             model itself.
-        parameters: The paths of the P modules that own parameters which require grad, in the order of the forward.
+        parameters: The paths of the P modules that own trained parameters, in the order of the forward.
         terms: (C, P), the variance that rounding a context adds to a module's gradient (ActNN, Theorem 3).
         sampling: (P,), the variance of the exact gradient between minibatches.
         direct: (P,), the variance that rounding all contexts at once adds, to compare with the sum of `terms`.
-        bias: (P,), the squared norm of the difference between the mean compressed gradient and the exact gradient. The
-            estimate may be below 0, because only its expectation is exact.
+        bias: (P,), an estimate of the squared norm of the mean compressed gradient minus the exact gradient, which may be
+            below 0.
         bits: The bits per element of quantized tensors.
         draws: The number of pairs of draws for each context and batch.
         batches: The number of batches.

@@ -1,4 +1,4 @@
-"""The reasons why a compressed model saves a tensor in full, with the setting that would compress the tensor."""
+"""The reasons why a compressed model saves a tensor in full."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NODES = {node for node, _ in RULES} | {"Pow", "Clamp", "ClampMin", "ClampMax"}
 
 
 class Reasons:
-    """Finds out why tensors that are saved in full are not compressed.
+    """Finds out why tensors are saved in full. `modules` is {path: module} of the measured ones.
 
-    `modules` is {path: module} of the measured ones. With `has_model`, the path "" is a module's.
+    With `has_model`, the path "" is a module's.
     """
 
     def __init__(self, modules: dict[str, nn.Module], has_model: bool):
@@ -46,7 +46,6 @@ class Reasons:
         return f'saved by {name}: layers={{"everything": True}} compresses it'
 
     def _of(self, token: Token) -> str | None:
-        """Return the reason for one node; None if `everything` has a rule for the node."""
         name, _, number = token.node.partition("Backward")
         if name == "CompiledFunction":
             return "compiled by torch.compile: use fewbit.compile"

@@ -58,14 +58,14 @@ class Token(Metered):
         self.has_fewbit_node = False
 
     def replace(self, tensors, restore) -> None:
-        """Count the tensors of a copy in place of the saved tensor, which stays: no backward pass follows."""
+        """Count a copy in place of the saved tensor, which stays: no backward pass follows."""
         self.tensors, self.origin, self.has_fewbit_node = tuple(tensors), "", True
 
 
 class Recorder:
     """Lists the running modules, the innermost last, and the `Token`s of saved tensors in the order of saving.
 
-    `outside` is the place of tensors that are saved while no watched module runs.
+    `outside` is the place of tensors that no watched module saves.
     """
 
     def __init__(self, outside: Place):

@@ -59,8 +59,8 @@ class Entry:
         dtype: The dtype of the first saved tensor.
         device: The device of the first saved tensor.
         bytes: The size of the whole storage; 0 if an earlier module saved it.
-        viewed_bytes: An upper bound of the bytes of the storage that the saved tensors of all modules occupy.
-        saves: The number of tensors in it that this module saved.
+        viewed_bytes: An upper bound of the storage's bytes that the saved tensors of all modules occupy.
+        saves: The number of the storage's tensors that this module saved.
         node: The name of an autograd node that holds the storage, or "".
         first_saver: The earlier module that saved the storage, or None.
         shared_with: The modules that saved the storage later.
@@ -284,7 +284,7 @@ def _cut(path: str, depth: int | None) -> str:
 
 
 class Row(NamedTuple):
-    """One row of the table: equal storages of modules whose paths differ only in numbers, shown as *, or a sum of rows."""
+    """One row of the table: equal storages of modules whose paths differ only in numbers, or a sum of rows."""
 
     module: str
     module_type: str

@@ -22,8 +22,6 @@ class OptimizerBytes:
     """The memory of an optimizer in bytes, measured in steps on fake tensors.
 
     Attributes:
-        name: The class name of the optimizer.
-        state: Its state.
         gradients: The gradients of all parameters.
         step: All that exists during its step, without the state: weights, gradients, temporary tensors.
     """
@@ -112,7 +110,6 @@ class FakeBlockSteps:
     """Steps of copies of the model on fake tensors, with the arguments of `RealBlockSteps`.
 
     Args:
-        paths: the paths of the blocks.
         on_gpu: whether attention takes the memory that it takes on a GPU.
     """
 

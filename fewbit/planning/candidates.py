@@ -236,7 +236,7 @@ class Candidate:
 
 
 def candidate_of(setting) -> Candidate:
-    """Return the candidate that a setting stands for: one of those that `fewbit.fits` takes, or an object with a `candidate`.
+    """Return the candidate that a setting stands for: a setting of `fewbit.fits`, bits of `fewbit.compress_`, or an object with a `candidate`.
 
     Raises:
         InputError: the setting is none of these.
@@ -269,7 +269,6 @@ class CandidateCurve(NamedTuple):
     """The candidates of fewbit that form one curve in the picture of the plan.
 
     Attributes:
-        policy: the name of the curve.
         config: makes the configuration of a candidate from one of `values`.
         values: numbers of bits, or bounds e2, one for each candidate.
         suits: returns whether the candidates are for a model.
@@ -414,7 +413,6 @@ def _short(value) -> str:
 
 
 def _plain(value):
-    """Return a configuration as its fields, and an unknown object as text, for JSON."""
     if isinstance(value, LayerSettings | HostOffload):
         return value.to_dict()
     if isinstance(value, Mapping):

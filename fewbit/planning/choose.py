@@ -146,7 +146,6 @@ class _Bounds:
         return best
 
     def of(self, number: int, saved: np.ndarray, error: np.ndarray) -> np.ndarray:
-        """Return the bounds of parts `number` and later, for labels with these bytes and errors."""
         if number == len(self._seconds):
             return np.zeros(len(saved))
         room = np.stack([self._bytes - saved, self._error - error], 1) / self._scale

@@ -1,4 +1,4 @@
-"""Times of a training step that cannot run here, from a table of measured costs of the device, which is cached."""
+"""Times of a training step that cannot run here, from cached costs of the device."""
 
 from __future__ import annotations
 

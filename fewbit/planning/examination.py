@@ -1,4 +1,4 @@
-"""The examination of a model: bytes, seconds and error of every option of every block, measured in training steps."""
+"""The examination of a model: bytes, seconds and error of every option of every block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training step on fake tensors, which shows how many bytes a step takes with a model and a batch of real size."""
+"""A training step on fake tensors, which shows how many bytes a step of real size takes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class FakeTraining:
         model: the model, which does not change, perhaps on the meta device.
         convert: changes the copy in place, for example compresses it.
         loss: called as loss(model, batch); returns a scalar tensor. None stands for `loss_of_output`.
-        optimizer: as in `fits`.
         on_gpu: whether torch's optimizers and attention take the memory that they take on a GPU (`as_on_gpu`).
 
     Attributes:
@@ -152,7 +151,7 @@ class FakeTraining:
 def loss_of_output(model: nn.Module, batch) -> torch.Tensor:
     """Call the model with a batch, a tuple as positional and a mapping as keyword arguments, and return its loss.
 
-    It is the output if that is a scalar tensor, else its attribute `loss`, else the sum of the means of its floating tensors.
+    It is a scalar output, else the attribute `loss`, else the sum of the means of the output's floating tensors.
     """
     try:
         if isinstance(batch, torch.Tensor):
@@ -275,7 +274,7 @@ def _optimizer_of(optimizer, model: nn.Module, copies: dict[int, torch.Tensor], 
 def as_on_gpu(on_gpu: bool):
     """Return a context manager in which attention with dropout takes the memory of a GPU's fused kernels.
 
-    On the CPU, torch saves the probabilities of attention with dropout.
+    Attention on the CPU saves the probabilities.
     """
     if not on_gpu:
         yield
@@ -299,7 +298,6 @@ def as_on_gpu(on_gpu: bool):
 
 @contextmanager
 def _refusing_values():
-    """Return a context manager that explains errors of operations that need values."""
     try:
         yield
     except _NEEDS_VALUES as error:

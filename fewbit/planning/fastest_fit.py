@@ -1,4 +1,4 @@
-"""The result of `fewbit.fit_`: the option of each block, with a table, a picture and a document."""
+"""The result of `fewbit.fit_`: the option of each block."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ class FitBlocks:
     Attributes:
         blocks: the paths of the blocks, such as `layers.0-5`, or "rest".
         option: what they do, such as `4 bits`.
-        count: the number of blocks.
         saved: the bytes that they leave for the backward pass.
         seconds: the time that the option adds to an exact step.
         error: the error that the option adds to the gradient.

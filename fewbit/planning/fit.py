@@ -58,18 +58,19 @@ def fit_(
 ) -> FastestFit:
     """Choose what each block of a model saves so that a training step fits in memory in the least time, and apply it.
 
-    A block is a repeated module, such as a layer of a transformer. docs/guides/fit.md lists its options. Their bytes, times and errors are
-    measured in about 40 steps on the sample, then the peak of the choice. Weights, gradients and buffers of the model and torch's random
-    state stay as they were. A model on the meta device, and one whose exact step takes more memory than the device has, is examined on fake
-    tensors: times then follow from measured costs of the device, and errors are not known.
+    A block is a repeated module, such as a layer of a transformer, with the options of docs/guides/fit.md. Their bytes,
+    times and errors are measured in about 40 steps on the sample, then the peak of the choice. Weights, gradients and
+    buffers of the model and torch's random state stay as they were. A model on the meta device, and one whose exact step
+    takes more memory than the device has, is examined on fake tensors: times then follow from measured costs of the device,
+    and errors are not known.
 
     Args:
-        model: A model in training mode on the device on which it will be trained, before DDP, FSDP and torch.compile. Earlier
-            calls of `compress_`, `checkpoint_` and `fit_` are undone.
+        model: A model in training mode on the device on which it will be trained, before DDP, FSDP and torch.compile.
+            Earlier conversions are undone.
         sample: A batch of the size with which you will train, as `fewbit.fits` takes it.
         memory: A size such as "24 GiB", a number of bytes, or a device whose whole memory counts. It has to hold the weights,
             gradients, the optimizer's state, the batch and all tensors of a step. What the allocator adds is not counted.
-        optimizer: As in `fewbit.fits`: a class, a function of a list of parameters, or an optimizer of the model.
+        optimizer: As in `fewbit.fits`.
         loss: Called as ``loss(model, batch)``; returns a scalar tensor. Autocast belongs in here. None: as in `fewbit.fits`.
         error: The largest error of the gradient, |g^ - g|^2 / |g|^2, with the sample's exact gradient g and the gradient g^
             after the call.

@@ -55,17 +55,17 @@ def fits(
         loss: Called as ``loss(model, batch)`` with a copy of the model; returns a scalar tensor. If None, the model is
             called with the batch (a tuple as positional and a mapping as keyword arguments). The loss is then the
             output if that is a scalar, else its attribute `loss`, else the mean of the output.
-        optimizer: A class such as torch.optim.AdamW, a function that makes an optimizer from a list of parameters, or
-            an optimizer of the model's parameters, which does not change.
-        device: A size such as "24 GiB" (units are powers of 1024, so "24 GB" means the same), a number of bytes, or a
-            device that is there, whose whole memory counts. If None, the result has only the bytes. With a size, or a
-            device that is no CPU, torch's optimizers and attention take the memory that they take on a GPU.
+        optimizer: A class such as torch.optim.AdamW, a function that makes an optimizer from a list of parameters, or an
+            optimizer of the model, which does not change.
+        device: A size such as "24 GiB" (units are powers of 1024), a number of bytes, or a device that is there, whose
+            whole memory counts. If None, the result has only the bytes. With a size, or a device that is no CPU, torch's
+            optimizers and attention take the memory that they take on a GPU.
         settings: The settings to compare. Each is "exact"; "checkpoint", which is exact with the gradient checkpointing
             of transformers; a whole number of bits or a configuration with fixed bits; a `fewbit.Candidate`, or the result of
             `fewbit.fit_`. By default "exact", 4 and 2 bits, and for models of transformers that support it "checkpoint".
         sequence_dim: The dimension of the batch's tensors that has the sequence, for which the largest length is
             computed too, or None.
-        progress: Whether to show a bar on standard error if the computation takes longer than two seconds.
+        progress: Whether to show a bar on standard error after two seconds.
 
     Raises:
         InputError: An argument is not valid, or the step cannot run on fake tensors, for example because an operation
@@ -101,13 +101,10 @@ def fits(
 
 @dataclass(frozen=True)
 class _Search:
-    """The measurements that `fits` makes of every setting.
+    """The measurements that `fits` makes of every setting, in steps with `size` samples and sequences of `length`.
 
     Attributes:
-        size: the number of samples in the batch.
         capacity: the bytes of the device, or None.
-        sequence_dim: the dimension of the sequence, or None.
-        length: the length of the sequence in the batch, or None.
         most: the longest sequence that the model takes, or None.
         done: called after each part of the work.
     """

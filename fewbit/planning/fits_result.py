@@ -24,9 +24,9 @@ class FitRow:
         saved: Tensors that the forward pass leaves for the backward pass, and the batch.
         transient: All other tensors: temporary results, and gradients of activations.
         peak: The most bytes that exist at one moment.
-        phase: "forward", "backward" or "step" (of the optimizer): the part of the training step in which this moment is.
-        all_gradients: The gradients of all parameters, also those that do not exist at this moment.
-        all_saved: All tensors that the forward pass leaves, also those that were freed before this moment.
+        phase: "forward", "backward" or "step" (of the optimizer): the part of the training step with this moment.
+        all_gradients: The gradients of all parameters, also at other moments.
+        all_saved: All tensors that the forward pass leaves, also those freed before.
         fits: Whether `peak` is at most the memory of the device; None without a device.
         largest_batch: The largest batch with which the step fits, perhaps 0; None without a device.
         largest_sequence: The largest length of sequences with which the step fits, or None.

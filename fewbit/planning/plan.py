@@ -74,8 +74,8 @@ def plan(
     Args:
         model: A model in training mode, compressed already or not.
         batch: A tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable, is
-            several batches: 4 or more show how errors differ. If the model has batch norm, give several in any case: parts of a
-            single batch have batch statistics of their own, so the variance between minibatches would come out too large.
+            several batches: 4 or more show how errors differ. Give several if the model has batch norm: parts of a single
+            batch have batch statistics of their own, so the variance between minibatches would be too large.
         loss: Called as ``loss(model, batch)`` with a copy of the model. It returns a scalar tensor, the mean of the
             loss over the samples, such as ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
         candidates: The settings to measure; by default `default_candidates(model)`, and those of "cross-entropy" if the
@@ -222,9 +222,9 @@ class _Found:
 def _passes(
     steps: RealSteps, batches, found: list[_Found], draws: int, compiled: CompiledSteps | None
 ) -> tuple[list, list]:
-    """Measure all candidates on all batches. Return |g|^2 of each batch, and the seconds of exact passes.
+    """Measure all candidates batch by batch. Return |g|^2 of each batch, and the seconds of exact passes.
 
-    Batches are the outer loop, so that the passes of all candidates are spread over the whole time.
+    So the passes of each candidate are spread over the whole time.
     """
     squares, seconds = [], []
     for number, batch in enumerate(batches):

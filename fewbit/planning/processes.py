@@ -30,7 +30,6 @@ class Processes:
 
     Attributes:
         kind: DDP, FSDP, or None for a single process.
-        count: the number of processes.
     """
 
     kind: str | None = None
@@ -102,7 +101,6 @@ class ShardedWeights:
 
     Args:
         blocks: the blocks in the order of their calls.
-        shards: the number of processes.
     """
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], shards: int):

@@ -1,4 +1,4 @@
-"""Measured forward and backward passes of a model: gradients, times, saved bytes, and allocations, by torch's profiler."""
+"""Measured forward and backward passes of a model: gradients, times, saved bytes, and allocations."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class RealSteps(Measured):
     ) -> tuple[Timeline, list[torch.Tensor]]:
         """Return the timeline and the gradient of a step that marks the passes of `blocks`. The model's gradients do not change.
 
-        `state` is the number of bytes of the optimizer's state, and `accumulates` says whether gradients exist before the step.
+        `state` are the bytes of the optimizer's state. `accumulates` says whether gradients exist before the step.
         """
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         tensors = [*self.model.parameters(), *self.model.buffers(), *tensors_of(batch)]
@@ -160,8 +160,6 @@ class RealSteps(Measured):
 
 
 class _Allocation:
-    """An allocation of a profiled step, the key of its events."""
-
     role = TRANSIENT
 
 

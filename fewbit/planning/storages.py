@@ -1,4 +1,4 @@
-"""The storages that a training step on fake tensors allocates and frees: the memory of the same step with real tensors.
+"""The storages that a training step on fake tensors allocates and frees, as the same step with real tensors would.
 
 It does not include what kernels allocate inside an operation, and what an allocator adds.
 """
@@ -22,7 +22,6 @@ class Storage:
     """A storage that exists, or existed.
 
     Attributes:
-        size: the bytes.
         role: what the storage is for, such as "weights".
     """
 
@@ -33,7 +32,7 @@ class Storage:
 class StorageTracker(FakeTensorMode):
     """A mode for fake tensors that records each allocation and each release of a storage.
 
-    It is a subclass of FakeTensorMode, because fewbit's layers treat fake tensors like ordinary ones only if no other mode is active.
+    It is a FakeTensorMode, because fewbit's layers treat fake tensors like ordinary ones only if no other mode is active.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""The result of `fewbit.plan`: the measured candidates and the recommended one, with a table and a document."""
+"""The result of `fewbit.plan`: the measured candidates and the recommended one."""
 
 from __future__ import annotations
 
@@ -76,15 +76,15 @@ class TrainingPlan(Document):
         share: The largest error with which a candidate may be recommended, as a multiple of `sampling`.
         exact_bytes: The bytes that the model saves without compression.
         exact_seconds: The median time of a forward and backward pass without compression, in seconds.
-        exact_seconds_least: The shortest time of such a pass.
-        exact_seconds_most: The longest time of such a pass.
+        exact_seconds_least: The shortest of these times.
+        exact_seconds_most: The longest of these times.
         compiled_bytes: `exact_bytes` with torch.compile, or None if no candidate compiles.
         compiled_seconds: `exact_seconds` with torch.compile, or None.
         gradient: The mean of |g|^2 over the batches, with the exact gradient g of a batch.
         sampling: The variance of g between minibatches.
         sampling_error: The standard error of `sampling`, NaN if not known.
         sampled: A text that says from what `sampling` was measured.
-        rows: The candidates in the order in which they were given.
+        rows: The candidates in the given order.
     """
 
     _schema = PLAN
@@ -307,7 +307,6 @@ def _row(planned: Planned) -> dict:
 
 
 def _values(cls, document: dict) -> dict:
-    """Return the fields of a dataclass, from a JSON document with null for NaN."""
     values = {field.name: document[field.name] for field in fields(cls)}
     for field in fields(cls):
         if field.type == "int":

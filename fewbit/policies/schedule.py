@@ -1,4 +1,4 @@
-"""The schedule of a policy's measurements. Modules that the training loop calls one by one are measured in turn."""
+"""The schedule of a policy's measurements. Modules that the training loop calls one by one take turns."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from fewbit.text import shorten
 class Document(Result):
     """A result that can be saved as JSON and loaded again without loss of precision.
 
-    A subclass defines the name of its JSON Schema, `_schema`, the method `to_dict`, and the class method `_of_document`, its inverse.
+    A subclass defines the name of its JSON Schema, `_schema`, `to_dict`, and the class method `_of_document`, its inverse.
     """
 
     _schema: ClassVar[str]

@@ -102,7 +102,6 @@ def _overlap(a, b) -> bool:
 
 
 def _covered(box, places, margin: float) -> int:
-    """Count the positions (n, 2) inside a box with a margin, in pixels."""
     x0, y0, x1, y1 = box
     x, y = places.T
     near = (x > x0 - margin) & (x < x1 + margin) & (y > y0 - margin) & (y < y1 + margin)

@@ -78,10 +78,7 @@ class Result:
         return _written(text, path, force)
 
     def save(self, path: str | os.PathLike, force: bool = False) -> None:
-        """Write the result as CSV, HTML, PNG or SVG according to the file name's ending, else as JSON.
-
-        Errors are those of `to_csv`, and for a picture of `plot`.
-        """
+        """Write the result as CSV, HTML, PNG or SVG according to the file name's ending, else as JSON, with the errors of `to_csv` and `plot`."""
         ending = Path(path).suffix.lower()
         if ending in (".png", ".svg"):
             self.plot(path, force=force)

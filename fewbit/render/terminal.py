@@ -123,7 +123,6 @@ def _at(values: Sequence, places: Sequence[int]) -> list:
 
 
 def _total(widths: Sequence[int]) -> int:
-    """Return the width of a table, with one space after the last column."""
     return sum(widths) + GAP * len(widths) - 1
 
 

@@ -12,7 +12,6 @@ class Column:
     """A column of a table, which makes the texts of its cells from the objects that stand for rows.
 
     Args:
-        title: The text of the header.
         cell: Makes the text of a cell from a row.
         kind: In a narrow terminal "number" (right-aligned) and "word" are whole or absent, "name" is shortened, "text" wrapped.
         drop: The order in which columns are left out, 1 first; 0 for never.
@@ -54,7 +53,6 @@ class View:
 
     Args:
         title: One line, or "".
-        columns: The columns of the table.
         rows: One object, of any class, for each row.
         notes: Lines below the table. One that begins with a column's title and a colon is shown only together with this column.
         total: A row for the last line, if any.

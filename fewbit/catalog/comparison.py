@@ -1,4 +1,4 @@
-"""The errors of optimal tables, compared with those that the paper prints (`fewbit/catalog/paper.py`)."""
+"""The errors of optimal tables, compared with those that the paper prints."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ class ComparisonRow:
     """The errors of a function's tables with one number of bits: integrals of (f' - q)**2.
 
     Attributes:
-        function: The name of the function.
-        bits: The number of bits.
         paper: The error that the paper prints, or None.
         discrete: The least error with breaks on a grid (the paper's eq. 9); None without `paper`.
         reproduced: Whether `discrete`, rounded, is the printed error; None without `paper`.
         intervals: The least error in form "intervals".
-        intervals_lower_bound: A lower bound on it.
+        intervals_lower_bound: A lower bound on `intervals`.
         levels: The least error in form "levels".
-        levels_lower_bound: A lower bound on it.
+        levels_lower_bound: A lower bound on `levels`.
         ratio: `intervals` / `levels`; None if `levels` is 0.
         parity: Whether f' is even. Then, as in the paper, pieces in form "intervals" lie in x >= 0, q(-x) = q(x), and `intervals` is
             the error of both halves.
@@ -56,11 +54,9 @@ class Comparison(Result):
     title = "Error at the same memory: the paper's intervals, and levels that pieces share"
 
     def records(self) -> list[dict]:
-        """Return a dict for each row."""
         return [asdict(row) for row in self.rows]
 
     def view(self) -> View:
-        """Return the table."""
         columns = (
             Column(
                 "function", lambda row: row.function + "*" * row.parity, "name", once=True, least=16

@@ -44,7 +44,6 @@ class ErrorTable(Result):
 
     @property
     def title(self) -> str:
-        """The title, with the metric and the form."""
         name = self.metric.replace("_", " ")
         return f"{name.capitalize()} of q, form {self.form}, by bits per element"
 
@@ -58,7 +57,6 @@ class ErrorTable(Result):
         return getattr(row.tables[self.bits.index(bits)], self.metric)
 
     def records(self) -> list[dict]:
-        """Return a dict for each table."""
         return [
             {
                 "function": table.function,

@@ -1,4 +1,4 @@
-"""The list of built-in functions: parameters, aliases, domains, limits of the derivative and shipped tables."""
+"""The list of built-in functions and their shipped tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class FunctionList(Result):
         return [_record(functions.get(name)) for name in names]
 
     def view(self) -> View:
-        """Return the table."""
         columns = (
             Column("function", lambda record: record["function"], "word"),
             Column(

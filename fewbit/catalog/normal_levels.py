@@ -32,8 +32,8 @@ _UNITS = (1, 8, 32, 32, 128, 512, 2048, 8192)
 def rotated_levels(bits: int) -> tuple[float, ...]:
     """Return the 2**(bits-1) positive levels of rotated copies: those of `normal_levels`, scaled and rounded to multiples of a power of two.
 
-    Only ratios matter, since every group has a scale. Sums in the transform that restores a group are exact in any order (with up to 4 bits).
-    Rounding adds at most 0.11 % to the variance of the copy's error.
+    Only ratios matter, since every group has a scale. Sums of such multiples, by which a group is restored, are exact in any order (with up to
+    4 bits). Rounding adds at most 0.11 % to the variance of the copy's error.
     """
     _, levels = normal_levels(bits)
     factor = _GREATEST[bits - 1] / levels[-1]

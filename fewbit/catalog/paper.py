@@ -1,4 +1,4 @@
-"""The errors that the paper prints, with which the errors of fewbit's tables are compared.
+"""The errors that the paper prints.
 
 G. Novikov, D. Bershatsky, J. Gusak, A. Shonenkov, D. Dimitrov, I. Oseledets: Few-bit Backward:
 Quantized Gradients of Activation Functions for Memory Footprint Reduction. ICML 2023, PMLR 202.
@@ -63,7 +63,7 @@ def same_digits(error, printed):
 def discrete_optimum(function, bits, cells=CELLS):
     """Return the least error of 2^bits intervals with ends on a grid of `cells`, which must contain the kinks (the paper's eq. 9).
 
-    For the functions in PARITY, the intervals divide only x >= 0, and the error is that of the whole domain.
+    For the functions in PARITY, the intervals divide only x >= 0, and the error counts both halves.
     """
     from fewbit.solver.partition import partition
 

@@ -31,7 +31,6 @@ class QuantizerRow:
     """The relative squared errors of all quantizers with one number of bits.
 
     Attributes:
-        bits: The bits of an element's code.
         uniform: The computed error of the uniform quantizer.
         uniform_measured: The measured error.
         rotated: The computed error of the rotated one.
@@ -58,11 +57,9 @@ class QuantizerComparison(Result):
     title = "Squared error over squared norm, of groups of 256 normal numbers"
 
     def records(self) -> list[dict]:
-        """Return a dict for each row."""
         return [asdict(row) for row in self.rows]
 
     def view(self) -> View:
-        """Return the table."""
         columns = (
             Column("bits", lambda row: str(row.bits)),
             Column("uniform", lambda row: _digits(row.uniform)),
@@ -149,7 +146,6 @@ def rotated_error(bits: int, group: int = GROUP) -> float:
         return float(np.sum(weight * values))
 
     def covariance(f, g):
-        """Return the covariance of the means of f and g over a group."""
         with_square = [mean(h * y * y) - mean(h) for h in (f, g)]
         free = mean(f * g) - mean(f) * mean(g)
         return (free - with_square[0] * with_square[1] / (mean(y**4) - 1.0)) / group

@@ -38,9 +38,9 @@ def make(name, request):
 
 
 def symmetric(table):
-    """Return a table of an odd f' and a symmetric weight with levels and breaks that are symmetric to the last bit.
+    """Return a table of an odd f' and a symmetric weight, made symmetric to the last bit.
 
-    The solver's levels deviate from symmetry by about 1e-12, the error by its square; the lower bound holds for all tables.
+    The solver's levels deviate from symmetry by about 1e-12, the error by its square.
     """
 
     def odd(numbers):
@@ -63,7 +63,6 @@ def main(names):
 
 
 def _with_revisions(tables, shipped):
-    """Return the tables with the shipped revision, plus 1 if the numbers changed."""
     by_request = {_described(table): table for table in shipped}
     result = []
     for table in tables:

@@ -1,4 +1,4 @@
-"""Find a table: shipped with the package, solved before and cached on disk, or solved now."""
+"""Find a table: shipped with the package, cached on disk, or solved now."""
 
 from __future__ import annotations
 

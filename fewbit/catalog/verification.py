@@ -1,4 +1,4 @@
-"""Recompute the errors that tables claim, with a method that differs from the solver's: SciPy's adaptive tanh-sinh quadrature."""
+"""Recompute the errors that tables claim, by SciPy's adaptive tanh-sinh quadrature, which the solver does not use."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ class Finding:
         return abs(self.recomputed - self.table.error) / self.table.error
 
     def record(self):
-        """Return the finding as a dict for JSON."""
         is_finite = self.recomputed is not None and math.isfinite(self.recomputed)
         return {
             "file": self.path,
@@ -106,10 +105,7 @@ def verify(
 
 
 def recompute_error(table, weight=None):
-    """Recompute the error of a table with a known `activation` from f', q and w alone.
-
-    `weight` is the density if the table's weight is a callable.
-    """
+    """Recompute the error of a table with a known `activation` from f', q and w alone. `weight` replaces a weight that is a callable."""
     return _recompute(table, weight).error
 
 
@@ -118,7 +114,7 @@ class _Recomputed:
     """A recomputed error, and numbers to compare claims with, all of the scaled weight.
 
     Attributes:
-        scaled_error: The recomputed error, divided by 2**exponent as the next two.
+        scaled_error: The recomputed error, divided by 2**exponent, as are the next two.
         highest: The largest error that a table may claim; larger if f' is not known exactly.
         scale: The divisor of relative errors: the integral of f'**2 w, or for "minimax" the largest |f'|.
         exponent: 0 for objective "minimax".
@@ -287,7 +283,6 @@ class Verification(Result):
         return [finding for _, findings in self.files for finding in findings]
 
     def records(self) -> list[dict]:
-        """Return a dict for each finding."""
         return [finding.record() for finding in self.findings]
 
     def view(self) -> View:

@@ -1,4 +1,4 @@
-"""The click application of the command `fewbit`, with its exit codes, errors and warnings, each on one line of standard error."""
+"""The click application of the command `fewbit`, with its exit codes, errors and warnings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class OnceOnly(click.Command):
     """A command that refuses an option which is given twice, unless it may be repeated."""
 
     def parse_args(self, ctx, args):
-        """Parse the arguments. Raise UsageError for a repeated option."""
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         for option in order:
             is_single = isinstance(option, click.Option) and not (option.multiple or option.is_flag)
@@ -43,12 +42,11 @@ class OnceOnly(click.Command):
 
 
 class App(click.Group):
-    """The group of all commands, with the exit codes in docs/reference/cli.md."""
+    """The group of all commands, with the exit codes in docs/reference/cli.md. Each warning is one line."""
 
     command_class = OnceOnly
 
     def main(self, *args, standalone_mode=True, **kwargs):
-        """Run a command, and in standalone mode end the process."""
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **kwargs)
         try:
@@ -67,7 +65,6 @@ class App(click.Group):
             ctx.fail(f"unknown command {args[0]!r}: {hint}")
 
     def invoke(self, ctx):
-        """Run the command, and show each warning on one line."""
         _check_environment()
         try:
             with warnings.catch_warnings():

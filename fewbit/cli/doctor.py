@@ -33,11 +33,9 @@ class Installation(Result):
     parts: tuple[tuple[str, str, str], ...]
 
     def records(self) -> list[dict]:
-        """Return a dict for each part."""
         return [dict(zip(("part", "found", "advice"), part, strict=True)) for part in self.parts]
 
     def view(self) -> View:
-        """Return a row for each part, and the advice."""
         columns = (
             Column("part", lambda row: row["part"], "word"),
             Column("found", lambda row: row["found"], "text"),

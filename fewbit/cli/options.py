@@ -1,4 +1,4 @@
-"""The arguments and options of the commands. Ranges of numbers are checked by the library."""
+"""The arguments and options of the commands. The library checks ranges of numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class FunctionName(click.ParamType):
     name = "name"
 
     def convert(self, value, param, ctx):
-        """Return the text, or raise FewbitError if it cannot be a name."""
         expected = "a function that 'fewbit list' shows, or package.module:name"
         if ":" not in value and is_file(value):
             raise FewbitError(
@@ -46,7 +45,6 @@ class TableSource(click.ParamType):
     name = "source"
 
     def convert(self, value, param, ctx):
-        """Return the text, or raise FewbitError if it can be neither."""
         if ":" not in value and "." in value and not is_file(value):
             raise FewbitError(
                 f"{value}: expected a function that 'fewbit list' shows, or a JSON file of tables: a path that ends in "
@@ -61,7 +59,6 @@ class Parameter(click.ParamType):
     name = "parameter"
 
     def convert(self, value, param, ctx):
-        """Return (name, number)."""
         name, _, text = value.partition("=")
         try:
             number = float(text)
@@ -78,7 +75,6 @@ class Size(click.ParamType):
     name = "size"
 
     def convert(self, value, param, ctx):
-        """Return the number of bytes."""
         from fewbit.sizes import parse_size
 
         try:
@@ -95,7 +91,10 @@ def _unique(ctx, option, pairs):
 
 
 def output_options(what, *endings, required=False):
-    """Return a decorator that adds the checked options `--output`, for a file with such an ending, and `--force` to a command."""
+    """Return a decorator that adds the options `--output`, for a file of `what` with one of the `endings`, and `--force` to a command.
+
+    The file is checked before the command runs.
+    """
 
     def check(ctx, option, path):
         if path is None:

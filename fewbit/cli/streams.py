@@ -9,10 +9,7 @@ import sys
 
 
 class OutputLost(BaseException):
-    """Raised if standard output is closed or full, or its reader has ended.
-
-    No `except Exception` mistakes this BaseException for a failure of the command.
-    """
+    """Raised if standard output is closed or full, or its reader has ended; not caught by `except Exception`."""
 
 
 class _Output(io.RawIOBase):
@@ -47,8 +44,6 @@ class _Output(io.RawIOBase):
 
 
 class _Errors(_Output):
-    """Standard error, whose failed writes are ignored."""
-
     def _lose(self) -> None:
         pass
 

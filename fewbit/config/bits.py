@@ -47,7 +47,7 @@ class BitConfig(Config):
         kind: the string that stands for the class in `to_dict`.
         has_policy: whether a policy chooses bits while the model trains. Then bits may be averages that are not whole. If False, the
             registered function has to return None.
-        adapts: whether the policy chooses the bits of each layer, instead of only dividing them among a tensor's samples.
+        adapts: whether the policy chooses each layer's bits, and does not only divide them among a tensor's samples.
         chooses_activation_bits: whether the policy also chooses the bits of few-bit activations.
         fuses_norms: whether norms save their normalized input in fixed point, and layers after a norm nothing.
     """
@@ -187,8 +187,8 @@ class Budget(BitConfig):
     """`AdaptiveBits` with the largest average for which the saved tensors of the argument `sample` of `compress_` fit a budget.
 
     Attributes:
-        bytes: the largest number of bytes that a forward pass of `sample` may save, or a size such as "6 GiB". Units are powers of 1024, so
-            "6 GB" means the same.
+        bytes: the most bytes that a forward pass of `sample` may save, or a size such as "6 GiB" (units are powers of
+            1024).
         interval: as in `AdaptiveBits`.
     """
 
@@ -261,9 +261,9 @@ class ErrorBound(BitConfig):
 class PreActivationBits(BitConfig):
     """Norms save their normalized input in fixed point, and the layers after a norm use this tensor and save none.
 
-    The method is BLPA (Chakrabarti and Moseley, 2019; docs/guides/preactivation.md). A ReLU or LeakyReLU after a batch or layer norm has its
-    exact gradient. Linear layers and convolutions after the norm or the activation use the same tensor, even if their own settings give other
-    bits. Other layers save inputs quantized with `bits` bits.
+    The method is BLPA (Chakrabarti and Moseley, 2019; docs/guides/preactivation.md). A ReLU or LeakyReLU after a batch or
+    layer norm has its exact gradient. Linear layers and convolutions after the norm or the activation use the same tensor,
+    even if their own settings give other bits. Other layers save inputs quantized with `bits` bits.
 
     Attributes:
         bits: bits per element, a whole number from 1 to 8.
@@ -378,7 +378,6 @@ def _every(interval: int) -> str:
 
 
 def _byte_count(size) -> int:
-    """Return a number, or a text such as "6 GiB", as bytes."""
     if isinstance(size, str):
         text = f"{size} B" if size.strip().isdecimal() else size
         try:

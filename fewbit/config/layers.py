@@ -21,8 +21,8 @@ from fewbit.text import shorten
 class LayerSettings(Config):
     """Settings of layers, for the arguments `layers` and `overrides` of `compress_`.
 
-    None stands for the usual value in `layers`, which apply to the whole model, and in `overrides`, which apply to modules that a glob
-    pattern matches, for the value of the rest of the model.
+    In `layers`, which apply to the whole model, None stands for the usual value; in `overrides`, which apply to modules
+    that a glob pattern matches, for the value of the rest of the model.
 
     Attributes:
         bits: the bits of quantized inputs, only in `overrides`; no policy changes them. A norm has exactly these bits, otherwise 1 bit
@@ -37,17 +37,18 @@ class LayerSettings(Config):
         group_size: the number of consecutive elements that are quantized together, a multiple of 32 (usually 256).
         copies: how many independently rounded copies a norm saves of its normalized input: 1 (usually), or 2, with which the mean of its
             gradient over the rounding is exact.
-        functional: whether to compress functions of torch and torch.nn.functional that a forward calls while the model
-            trains in eager mode, such as F.gelu and F.scaled_dot_product_attention (usually True).
-        everything: whether to compress also the tensors that other operations of torch save, such as products, einsum and
-            the gates of recurrent layers (usually False; docs/guides/compress.md). No policy chooses their bits.
+        functional: whether to compress functions of torch that a forward calls while the model trains in eager mode, such
+            as F.gelu (usually True).
+        everything: whether to compress also what other operations of torch save, such as products and the gates of
+            recurrent layers (usually False; docs/guides/compress.md). No policy chooses their bits.
         autograd_functions: {an autograd Function, or its name "module.Class": positions in its `ctx.saved_tensors`} of
             tensors in which the Function's gradients are linear. With `everything`, these tensors are quantized too.
         quantizer: the kind of quantized copies, "rotated" or "uniform" (docs/concepts/quantizer.md). Usually results of softmax and
             tensors with groups of more than 256 elements have uniform copies, all others rotated ones (docs/decisions/0016). It has no
             effect on tensors that ErrorBound saves with a codec other than "quant".
-        recompute_linear: whether results of linear layers that other layers would save (queries, keys, values, gates, inputs of activations)
-            are computed again in the backward pass (usually False): fewer bytes, and one more matrix product for each. Not in compiled code.
+        recompute_linear: whether results of linear layers that other layers would save, such as queries and gates, are
+            computed again in the backward pass (usually False): fewer bytes, and one more matrix product for each. Not in
+            compiled code.
         gate_bits: the bits of the two factors of gated units, such as SwiGLU. Usually a policy chooses them, or they have 1 bit more than
             quantized inputs.
     """
@@ -103,10 +104,10 @@ class LayerSettings(Config):
 
 @dataclass(frozen=True, repr=False)
 class HostOffload(Config):
-    """The setting to move saved tensors of a GPU to the host's memory until the backward pass (docs/guides/offload.md).
+    """The setting to move a GPU's saved tensors to the host until the backward pass (docs/guides/offload.md).
 
     Attributes:
-        expandable_segments: whether PyTorch's allocator reserves the GPU's memory in segments that can grow, against fragmentation.
+        expandable_segments: whether PyTorch's allocator reserves memory in segments that can grow, against fragmentation.
     """
 
     _checks = {"expandable_segments": flag}

@@ -23,7 +23,7 @@ Flat = Callable[[np.ndarray], np.ndarray]
 def adapted(f: Callable, name: str, domain: tuple[float, float]) -> tuple[Flat, Flat | None]:
     """Return f and its derivative by torch's autograd as functions of float64 arrays (n,).
 
-    The derivative is None if f takes arrays or floats instead of tensors, which is found out with 7 points of the domain.
+    The derivative is None if f, called with 7 points of the domain, does not take tensors.
     """
     if _is_torch_module(f):
         return _torch_pair(copy.deepcopy(f).double().eval(), name)

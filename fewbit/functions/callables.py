@@ -232,7 +232,6 @@ def _check_pointwise(name: str, f: Flat, mesh: np.ndarray) -> None:
 def _check_continuous(
     name: str, f: Flat, domain: tuple[float, float], kinks: Sequence[float]
 ) -> None:
-    """Raise FunctionError if f jumps at a point that is not a given kink."""
     found = [x for segment in segments(domain, kinks) for x in jumps(f, *segment)]
     if found:
         x = min(found)

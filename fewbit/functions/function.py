@@ -1,4 +1,4 @@
-"""The class `Function`, and helpers that make and register Functions from formulas."""
+"""The class `Function`, and helpers that make and register Functions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MODULES: dict[str, str] = {}
 def named(module: str | None) -> Callable:
     """Return a decorator that registers a builder, which makes a `Function` from parameters, under its Python name.
 
-    `module` is the name of the activation's class in `fewbit.nn.activations`, or None. `compress_` converts torch.nn's class of this name.
+    `module` is the name of the activation's class in `fewbit.nn` and, if there is one, torch.nn, or None.
     """
 
     def register(builder: Callable[..., Function]) -> Callable[..., Function]:

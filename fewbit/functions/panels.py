@@ -321,7 +321,7 @@ class _Fits:
         )
 
     def missed(self, samples, values, panels, slope):
-        """Return the largest |polynomial - f|, and its largest change between neighboring samples, in the given panels (m,).
+        """Return the largest |polynomial - f| in the panels (m,), and its largest change between neighboring samples.
 
         `slope` times the distance of the samples is subtracted from the changes, down to 0.
         """

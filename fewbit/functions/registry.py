@@ -69,7 +69,7 @@ def aliases() -> Mapping[str, str]:
 
 
 def canonical(name: str) -> str:
-    """Return the canonical name for a name or an alias. Raise FunctionError, with similar names, for another one."""
+    """Return the canonical name for a name or an alias, or raise FunctionError with similar names."""
     if not isinstance(name, str):
         raise FunctionError(f"expected the name of a function, got {type(name).__name__}")
     if name in _BUILDERS:

@@ -191,7 +191,7 @@ def _last_below(threshold: float, beta: float) -> float:
 def sqrtsoftplus() -> Function:
     """The function sqrt(softplus(x)), which is sqrt(x) for x > 20, as with torch's softplus.
 
-    For x < 0 the factor e^(x / 2) is taken out of the root, because softplus(x) underflows below -745, its root only below -1490.
+    For x < 0 the factor e^(x / 2) is taken out of the root: softplus(x) underflows below -745, its root only below -1490.
     """
 
     def lower(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Functions that are not activations. Only the solver uses them: their tables are quantizers of numbers."""
+"""Functions that only the solver uses: their tables are quantizers of numbers."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ There are two exact searches, which release the interpreter lock:
 
 divide: for Monge costs, whose best column never moves left as the row moves right. Divide and conquer takes
     O((rows + columns) log rows).
-scan: for costs that do not shrink when the segment gets longer. It visits blocks of columns from right to left, and skips a
-    block whose shortest segment plus smallest `previous` is not below the best total so far.
+scan: for costs that do not shrink when the segment gets longer. It visits blocks of columns from right to left, and skips
+    those whose shortest segment plus smallest `previous` is not below the best total so far.
 
 With `slack = 1` a segment may start one position after its end, at cost 0, as bounds of `partition` need. With `flip = n` the
 layer runs on the reversed sequence of n items.
@@ -42,10 +42,9 @@ class PieceCosts:
     """The costs of all segments of a sequence of items.
 
     Args:
-        items: The `Items`.
         kind: `SQUARED_DEVIATION`: the squared error if the items start <= i < stop are replaced by their mean.
-            `RANDOM_CHOICE`: the sum of w (v - v_start)(v_stop - v), the expected squared error if each item between becomes the
-            level v_start or v_stop at random.
+            `RANDOM_CHOICE`: the sum of w (v - v_start)(v_stop - v), the expected squared error if each becomes the level
+            v_start or v_stop at random.
         forced: Values that must be levels, for `RANDOM_CHOICE`. A segment that passes one costs infinity.
     """
 
@@ -64,7 +63,7 @@ class PieceCosts:
 
 
 def run_layer(costs, columns, previous, rows, *, monge, slack=0, flip=-1, threads=1):
-    """Compute one layer, as the module's docstring describes it. `flip` is -1 for the usual direction.
+    """Compute one layer, as the module's docstring describes it.
 
     Returns:
         For every row: float64, the least cost; and int64, the index in `columns` of the best column. If every column is too

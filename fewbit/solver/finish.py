@@ -33,8 +33,8 @@ def contiguous_start(relaxed, landscape, pinned):
 def with_outer_pieces(levels, steps, request, landscape, f):
     """Add pieces beyond the ends of the domain, drop unused levels, and return (levels, `Steps`).
 
-    Pinned tails add the limits of f'. With free tails, an end that is a kink gets a piece with torch's derivative, because inputs may
-    equal it, unless that would be one level too many. `request` has `count` (the most levels), `form` and `slopes` (the limits, or None).
+    Pinned tails add the limits of f'. With free tails, an end that is a kink, which inputs may equal, gets a piece with torch's derivative
+    unless that would be one level too many. `request` has `count` (the most levels), `form` and `slopes` (the limits, or None).
     """
     breaks, codes = steps.breaks, steps.codes
     if request.slopes is not None and request.form == "levels":

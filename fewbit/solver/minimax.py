@@ -77,7 +77,6 @@ def _least_radius(cover, start, pinned, low, high):
 
 
 def _merged_ranges(cells):
-    """Return both ends of the disjoint closed ranges, ascending, that contain all values of f'."""
     order = np.argsort(cells.lowest, kind="stable")
     low, high = cells.lowest[order], cells.highest[order]
     reach = np.maximum.accumulate(high)

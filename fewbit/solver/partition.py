@@ -133,9 +133,7 @@ class LayeredSearch:
     """The dynamic program, layer by layer. The best choices are stored for `trace`.
 
     Args:
-        costs: The costs of segments.
         monge: Whether the costs satisfy the quadrangle inequality.
-        effort: The threads and the progress function.
         columns: int64 (m,), where the first segment may start; by default 0.
         values: float64 (m,), the total cost of all items before; by default 0.
     """
@@ -233,7 +231,6 @@ def _positions(nodes, alive):
 
 
 def _union(last, parts, *, with_ends=True):
-    """Return the positions in [0, last] that occur in any of `parts`, ascending."""
     mask = np.zeros(last + 1, dtype=bool)
     mask[[0, last]] = with_ends
     for part in parts:

@@ -184,7 +184,7 @@ def relax_intervals(cells, count, slopes, effort):
 def relax_unbiased(cells, count, fixed, effort):
     """Find the best levels for objective "unbiased".
 
-    `cells` are those of the stand-in, and `fixed` the pinned levels, ascending, to which the smallest and the largest always belong.
+    `cells` are those of the stand-in. `fixed`, the pinned levels, ascending, include the smallest and the largest.
     """
     value = np.concatenate([cells.mean, fixed])
     mass = np.concatenate([cells.mass, np.zeros(len(fixed))])
@@ -208,7 +208,6 @@ class Zone:
     """The search for the best contiguous segments of items between two pinned levels.
 
     Args:
-        items: The `Items` of the zone.
         first: The level of the first segment, or None if it is free.
         last: The level of the last segment, or None if it is free.
         monge: Whether the items are sorted by value.

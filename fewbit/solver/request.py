@@ -1,4 +1,4 @@
-"""Determine the number of levels and the domain of a requested table, without the solver."""
+"""Determine the number of levels and the domain of a requested table."""
 
 from __future__ import annotations
 

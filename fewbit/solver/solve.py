@@ -1,4 +1,4 @@
-"""The function `solve`, which makes a table for a function f, with a proven lower bound on the error of any such table."""
+"""The function `solve`, which makes a table with a proven lower bound on its error."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def solve(
     """Find the best approximation of f' by a step function with few levels (Few-bit Backward, eq. 4 and 9).
 
     Args:
-        function: A name from `fewbit.functions`, "package.module:f", or a callable f for NumPy arrays or torch tensors:
-            the activation itself, not its derivative.
+        function: A name from `fewbit.functions`, "package.module:f", or a callable f for NumPy arrays or torch tensors: the
+            activation, not its derivative.
         bits: 1 to 8; the table has at most 2**bits levels.
         form: "levels" (pieces may share a level) or "intervals" (as in the paper: every piece has its own level).
         weight: The density by which squared errors count: "uniform", "normal", "normal:MEAN,STD", "scales",
             "scales:LOW,HIGH", samples, a callable, or another form that `fewbit.solver.weight.make_weight` takes.
-        domain: The interval (a, b) on which errors are measured; by default the range of the samples, or the
-            function's own domain, which a normal weight extends to 8 standard deviations around its mean.
+        domain: The interval (a, b) on which errors are measured; by default the range of the samples, or the function's own
+            domain, extended to 8 standard deviations of a normal weight.
         objective: What is minimized: "mse" (the squared error), "minimax" (the largest error), or "unbiased" (the
             squared error if one of two levels is drawn at random such that the mean of the draw is f').
         tails: "pinned" to give the outermost pieces the limits of f' at both infinities as levels, or "free".

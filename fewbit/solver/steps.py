@@ -33,7 +33,7 @@ class Totals:
 
     Attributes:
         mass: (K,), the integral of w over the pieces of every level.
-        first: (K,), that of f' w.
+        first: (K,), the same integral of f' w.
         error: The integral of (f' - q)**2 w.
     """
 
@@ -90,9 +90,9 @@ def tidy(steps):
 
 
 def relabel(steps, levels, fixed):
-    """Merge neighboring pieces of equal level, and drop unused levels.
+    """Merge neighboring pieces of equal level, and drop unused levels. Return the new arguments.
 
-    `levels` (K,) may be in any order, and `fixed`, bool (K,), marks pinned ones. Return the new `steps`, `levels` and `fixed`.
+    `levels` (K,) may be in any order, and `fixed`, bool (K,), marks pinned ones.
     """
     codes = steps.codes
     changed = levels[codes[1:]] != levels[codes[:-1]]

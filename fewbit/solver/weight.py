@@ -172,7 +172,6 @@ class Scales(Weight):
 
 
 def _split_atoms(values):
-    """Return the atoms among sorted samples, their numbers, and the other samples."""
     distinct, counts = np.unique(values, return_counts=True)
     heavy = (counts > 1) & (counts * _bin_count(values.size) > values.size)
     if heavy.any() and counts[~heavy].sum() <= _SAMPLES_PER_BIN:
@@ -347,7 +346,6 @@ class Density(Weight):
         return self._ends(mesh, self.density(mesh), 0.0)
 
     def _ends(self, mesh, value, least):
-        """Return the ends of the support beside which the density exceeds `least`."""
         zero = value == 0
         ends = np.flatnonzero((zero[1:] != zero[:-1]) & (np.maximum(value[1:], value[:-1]) > least))
         left, right, on_left = mesh[ends], mesh[ends + 1], zero[ends]
@@ -408,7 +406,6 @@ class ScaledWeight:
     objective "minimax".
 
     Attributes:
-        weight: The `Weight`.
         exponent: w is `density` times 2**exponent.
     """
 
@@ -451,7 +448,6 @@ class ScaledWeight:
 
 
 def _exponent(weight, domain):
-    """Return the exponent by which a weight is scaled; 0 for ordinary weights."""
     low, high = domain
     points = [np.linspace(low, high, _COARSE + 1), weight.mesh(domain), weight.edges(domain)]
     points = np.unique(np.concatenate(points))

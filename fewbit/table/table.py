@@ -82,8 +82,7 @@ class Table:
         codes: int64 (M,), the index of every piece's level; if unbiased, of the lower of the two levels.
         error: The integral of (f' - q)**2 w over the domain. For "minimax": the largest |f' - q|. For "unbiased":
             the integral of the expected squared error of a draw, times w.
-        lower_bound: A proven lower bound on the error of any table with the same function, form, number of levels,
-            weight, domain, tails and objective.
+        lower_bound: A proven lower bound on the error of any table with the same arguments of `fewbit.solve`.
         relative_error: The root of: error / (the integral of f'**2 w). For "minimax": error / (the largest |f'|).
         solver: A dict about the solver's run, as `fewbit.solve` returns it.
         revision: The revision of a shipped table's numbers.

@@ -233,11 +233,7 @@ def _make_region(module: nn.Module, function: Callable) -> None:
 
 
 class _RegionForward(OwnForward):
-    """The forward of a module that is a region. As in newer versions of transformers, hooks stay outside of the region.
-
-    Attributes:
-        function: a form of `checkpoint`.
-    """
+    """The forward of a module that is a region. As in newer versions of transformers, hooks stay outside of the region."""
 
     def __init__(self, module: nn.Module, function: Callable):
         super().__init__(module)
@@ -300,7 +296,7 @@ def _enabling(model: nn.Module) -> Callable | None:
 
 
 class _CheckpointedRegion:
-    """A region: a function, its arguments with quantized tensors, and what the second run needs to know of the first run."""
+    """A region: a function, its arguments with quantized tensors, and what the second run needs of the first."""
 
     def __init__(self, function, args, bits, group_size, preserves, offloads):
         self._function, self._args = function, args
@@ -364,8 +360,6 @@ def _hold(saved: list[SavedTensors], offloads: bool = False) -> Tensor:
 
 
 class _Holder(Function):
-    """An autograd node that holds copies."""
-
     @staticmethod
     def forward(ctx, flag, saved):
         return copies.keep(ctx, flag.clone(), **{str(i): copy for i, copy in enumerate(saved)})

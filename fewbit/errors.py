@@ -47,7 +47,6 @@ class MissingPackageError(FewbitError, ImportError):
 
     Args:
         feature: The feature's name, with which the message begins.
-        package: The package's name.
         requirement: What to give to `pip install`.
     """
 

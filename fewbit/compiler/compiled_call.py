@@ -200,9 +200,9 @@ def _is_within_fewbit() -> bool:
 
 
 def _before_block(block: nn.Module, args: tuple) -> None:
-    """Make torch.compile call a block, as a hook: of modules without hooks it traces `forward`, and passes over the compiled code.
+    """Make torch.compile call a block, as a hook, which a copy of the block loses when it is called.
 
-    A copy of the block loses the hook when it is called.
+    torch.compile traces only `forward` of modules without hooks, and passes over the compiled code.
     """
     if not torch.compiler.is_compiling() and block._compiled_call_impl is None:
         _remove_hook(block)
@@ -220,7 +220,7 @@ def is_hook_of_blocks(hook: Callable) -> bool:
 
 
 def compile_in_place(model: nn.Module, partitioner: Partitioner | None, arguments: Mapping) -> None:
-    """Let calls of a model run compiled code. The arguments are those of `CompiledCall` and of torch.compile."""
+    """Let calls of a model run compiled code. The arguments are torch.compile's."""
     plain, compiled = _code_of(model, arguments, in_place=True)
     model._compiled_call_impl = CompiledCall(model, partitioner, plain, compiled)
 

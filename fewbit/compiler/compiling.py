@@ -83,7 +83,7 @@ def compile(
 def compile_in_place(model: nn.Module, bits=None, layers=None, overrides=None, **settings) -> None:
     """Compile a model like `compile`, but so that calls of the model itself run the compiled code.
 
-    `Module.compile` has no effect on a model whose class is torch's, such as nn.Sequential.
+    `Module.compile` has no effect on a model whose class is torch's.
     """
     from fewbit.compiler import compiled_call
 

@@ -1,4 +1,4 @@
-"""Tensors that get no copy, because the backward pass computes them from copies of others (docs/decisions/0021 and 0022)."""
+"""Tensors that get no copy: the backward pass computes them from copies of others (docs/decisions/0021 and 0022)."""
 
 from __future__ import annotations
 

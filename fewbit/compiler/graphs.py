@@ -84,7 +84,6 @@ def has_module(node: fx.Node) -> bool:
 
 
 def _stack_of(node: fx.Node) -> dict | None:
-    """Return the modules in whose code a node was traced, the innermost last."""
     return node.meta.get(_STACKS[0]) or node.meta.get(_STACKS[1])
 
 

@@ -37,7 +37,7 @@ _BITS = 3
 class Multiple(NamedTuple):
     """A backward node as the elementwise product gradient * number * factor.
 
-    The factor is a node of the gradient's shape that does not depend on tangents; None stands for 1.
+    The factor has the gradient's shape and does not depend on tangents; None stands for 1.
     """
 
     gradient: fx.Node
@@ -70,7 +70,6 @@ class _Merger:
                     self.users.setdefault(self.sources[x], set()).add(node)
 
     def groups(self) -> Iterable[list[fx.Node]]:
-        """Return lists of nodes that are multiples of the same gradient with a factor."""
         groups: dict[fx.Node, list[fx.Node]] = {}
         for node in self.backward:
             multiple = self._multiple_of(node)
@@ -153,7 +152,6 @@ class _Merger:
     # -- What is a multiple of what ------------------------------------------------------------------------------
 
     def _multiple_of(self, node: fx.Node) -> Multiple | None:
-        """Return a node as a multiple of an earlier backward node, or None."""
         if node.op != "call_function" or node.kwargs or not is_floating(node):
             return None
         inputs = [self.multiples.get(x, Multiple(x)) for x in node.args if x in self.backward]

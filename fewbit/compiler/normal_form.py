@@ -99,8 +99,7 @@ def _multiply_by_both(graph, user, gradient, normalized, scale, backward) -> Non
 def _use_normalized(graph, node, backward) -> None:
     """Let products with a gradient use node = x * r or node = x / s in place of x, if r or s is a statistic of rows.
 
-    t * x becomes (t * node) / r, t * (x * k) becomes ((t * k) * node) / r, and t * (node / s) becomes (t * node) * (1 /
-    s).
+    t * x becomes (t * node) / r, t * (x * k) becomes ((t * k) * node) / r, and t * (node / s) becomes (t * node) * (1 / s).
     """
     value = node.meta["val"]
     x, small = _factors(node)

@@ -106,7 +106,6 @@ class Partitioner(CustomPartitionerFn):
         return f"Partitioner({self.settings.bits} bits, {self._graphs} graphs compiled)"
 
     def _settings_of(self, root: Root) -> ResolvedSettings | None:
-        """Return the settings of the module that gives the tensor the most bits."""
         unknown = sorted(root.modules - self.paths) if self.own and self.paths else ()
         if unknown:
             warnings.warn(

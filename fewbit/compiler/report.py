@@ -1,4 +1,4 @@
-"""The report of the compiler mode: which tensors the compiled graphs save, and in how many bytes."""
+"""The report of the compiler mode: which tensors the compiled graphs save."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ class CompileReport(Result):
     """The tensors that the graphs of a compiled model save for the backward pass, besides parameters, buffers and plain inputs.
 
     Attributes:
-        rows: the tensors.
         graphs: the number of graphs: several if torch breaks the graph, or compiles again for other sizes.
     """
 
@@ -63,7 +62,6 @@ class CompileReport(Result):
         return sum(row.saved_bytes for row in self.rows)
 
     def records(self) -> list[dict]:
-        """Return a dict for each saved tensor."""
         return [row._asdict() for row in self.rows]
 
     def view(self) -> View:
@@ -110,9 +108,9 @@ def saved_bytes_of(rows: Iterable[SavedRow]) -> int:
 def rows_of(
     forward: fx.GraphModule, outputs: int, joint: JointGraph, copies: Mapping[fx.Node, Copy]
 ) -> Iterator[SavedRow]:
-    """Yield a row for each tensor that a forward graph saves.
+    """Yield a row for each tensor that a forward graph saves besides its first `outputs` results.
 
-    `outputs` of its results are not saved for backward. `copies` is {node of the joint graph: the copy of its tensor}.
+    `copies` is {node of the joint graph: the copy of its tensor}.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     # An input with a gradient is a result of an earlier graph, if the graph was broken.

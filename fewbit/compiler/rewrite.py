@@ -36,10 +36,7 @@ _IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
 
 
 class Copy(NamedTuple):
-    """A quantized copy of `root` in the graph, of the nodes `saved`.
-
-    `restore` appends the dequantization to the graph and returns the node of the values.
-    """
+    """A quantized copy of `root`, the nodes `saved`. `restore` appends the dequantization to the graph and returns its node."""
 
     root: Root
     bits: int
@@ -48,10 +45,7 @@ class Copy(NamedTuple):
 
 
 class Rewriter:
-    """Replaces the tensors that backward nodes use.
-
-    `settings_of` is a function that returns the settings for a tensor, or None if it stays exact.
-    """
+    """Replaces the tensors that backward nodes use. `settings_of` returns a tensor's settings, or None if it stays exact."""
 
     def __init__(
         self,
@@ -95,7 +89,7 @@ class Rewriter:
     def _move_forward(self, chosen) -> None:
         """Move nodes of the backward part that make a chosen tensor to the place where their inputs are made.
 
-        Else they would keep inputs of activations in memory until the forward graph ends.
+        Otherwise inputs of activations would stay in memory until the forward graph ends.
         """
         last = max(i for i, node in enumerate(self.graph.nodes) if node in self.joint.forward)
         place = {node: (i,) for i, node in enumerate(self.graph.nodes)}

@@ -32,7 +32,7 @@ _lock = threading.Lock()
 
 
 def failure() -> str | None:
-    """Return in a few words what does not work with the installed torch, or None.
+    """Return what does not work with the installed torch, or None.
 
     Another process compiles and runs a small network, once for each version of torch and of this code.
     """

@@ -50,7 +50,6 @@ class PeakMemory:
     """The peaks of one device's memory since the last `torch.cuda.reset_peak_memory_stats`.
 
     Attributes:
-        device: the device, for example "cuda:0".
         allocated: the largest number of bytes that tensors occupied at one time.
         reserved: the largest number of bytes that the allocator had reserved at one time.
     """
@@ -99,7 +98,7 @@ def use_expandable_segments() -> AllocatorReport:
 
 
 def peak_memory(device=None) -> PeakMemory:
-    """Return the peaks of a GPU's memory since the last `torch.cuda.reset_peak_memory_stats`. Raise InputError for another device."""
+    """Return the peaks of a GPU's memory since the last `torch.cuda.reset_peak_memory_stats`, or raise InputError."""
     try:
         found = torch.device("cuda" if device is None else device)
     except (RuntimeError, TypeError):
@@ -118,7 +117,6 @@ def peak_memory(device=None) -> PeakMemory:
 
 
 def _state() -> AllocatorReport:
-    """Return whether expandable segments are in force. PyTorch may ignore the setting."""
     snapshot = torch.cuda.memory._snapshot()
     if not snapshot["allocator_settings"].get(SETTING, False):
         return AllocatorReport(False, reason="PyTorch has none on this platform")

@@ -66,8 +66,8 @@ def compress_(
     """Make a model save only a few bits per element for the backward pass, in place, and report what was changed.
 
     Modules stay the same objects; only their classes change, each to a subclass of torch's class. Functions that the
-    forward calls, such as F.gelu, are compressed too. Parameters, `state_dict` keys and the training loop do not
-    change. In evaluation mode and under no_grad nothing is compressed. A second call first undoes the earlier one.
+    forward calls, such as F.gelu, are compressed too. Parameters, `state_dict` keys and the training loop do not change. In
+    evaluation mode and under no_grad nothing is compressed. A second call undoes the earlier one.
 
     Args:
         model: the model, which changes in place.
@@ -75,17 +75,17 @@ def compress_(
             ErrorBound, a Level of ActNN, or a mapping such as {"kind": "adaptive", "average": 2.5}. A whole number from
             1 to 8 stands for FixedBits, another number for AdaptiveBits with that average, None for FixedBits(4).
         layers: settings of layers: LayerSettings, or a mapping of its fields except `bits`.
-        include: the modules to convert: one or several glob patterns of dotted module paths, or a function (path,
-            module) -> bool. The path "" is the model itself. A pattern that matches a module also matches the modules
-            inside it. A module with several paths is converted if any of them matches.
+        include: the modules to convert: one or several glob patterns of dotted module paths, or a function (path, module)
+            -> bool. The path "" is the model itself. A pattern that matches a module also matches the modules inside it,
+            and one of several paths of a module is enough.
         exclude: the modules to leave as they are, in the same form, even if `include` matches them.
         overrides: {glob pattern: settings of the modules that match}. Settings are LayerSettings, a mapping of its
             fields, None to leave the modules as they are, or a number for `bits`, `attention_bits` and `gate_bits`. If
             several patterns match a module, the last one holds.
-        offload: HostOffload(), or a mapping of its fields, moves saved tensors from a GPU to the host's memory until
-            the backward pass needs them.
-        sample: an example batch: a tensor, a tuple of inputs or a mapping of keyword inputs. The report then compares
-            the bytes that the exact model and the compressed model save for it. Budget needs a sample.
+        offload: HostOffload(), or a mapping of its fields, moves a GPU's saved tensors to the host until the backward pass
+            needs them.
+        sample: an example batch: a tensor, a tuple of inputs or a mapping of keyword inputs. The report then compares the
+            bytes that the exact and the compressed model save. Budget needs a sample.
         verbose: whether to print the report.
         unknown: must be empty.
 
@@ -147,7 +147,6 @@ def _refuse(unknown: Mapping) -> None:
 def _without_level(
     config: BitConfig, offload: HostOffload | Mapping | None
 ) -> tuple[BitConfig | None, HostOffload | None]:
-    """Return the configuration and the offload for which a `Level` stands, or the given ones."""
     if isinstance(offload, Mapping):
         offload = HostOffload.from_dict(offload)
     if offload is not None and not isinstance(offload, HostOffload):

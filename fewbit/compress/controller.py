@@ -92,8 +92,7 @@ class Controller:
         """Compare the gradients of the model, as it is compressed now, with exact gradients.
 
         The model and torch's random state do not change. The measurement takes the memory of two more models and three
-        gradients. With ErrorBound, a BoundWarning is given if the ratio exceeds 1 + e2 by more than three standard
-        errors.
+        gradients. With ErrorBound, a BoundWarning says that the ratio exceeds 1 + e2 by more than three standard errors.
 
         Args:
             batch: a tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable,
@@ -135,7 +134,7 @@ class Controller:
         return peak_memory(device)
 
     def state_dict(self) -> dict:
-        """Return what a resumed training needs to continue with the same bits: plain values, and tensors if you use `number_samples`."""
+        """Return what a resumed training needs to continue with the same bits: plain values, and tensors with `number_samples`."""
         return {} if self._policy is None else self._policy.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
@@ -173,11 +172,10 @@ class Controller:
     def number_samples(self, numbers: torch.Tensor) -> None:
         """Number the samples of the next forward pass, so that those with larger gradients in earlier passes get more bits.
 
-        The call is optional. Each sample number takes 4 to 8 bytes of memory for each tensor that layers save.
+        Each sample number takes 4 to 8 bytes of memory for each tensor that layers save.
 
         Args:
-            numbers: (N,) int64 on the CPU, where N is dimension 0 of the model's input. A sample must always have the
-                same number.
+            numbers: (N,) int64 on the CPU, with N samples in the model's input. A sample must always have the same number.
 
         Raises:
             InputError: the numbers do not have this shape and dtype, or bits are not chosen by sample, as with

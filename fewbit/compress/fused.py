@@ -1,4 +1,4 @@
-"""The part of the report that only PreActivationBits has: which layers use a fixed-point copy that a norm saved."""
+"""The part of the report that only PreActivationBits has: which layers use a norm's fixed-point copy."""
 
 from __future__ import annotations
 

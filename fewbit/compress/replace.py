@@ -1,4 +1,4 @@
-"""The function `replace_activations_`, which converts a model's activation modules and nothing else."""
+"""The function `replace_activations_`, which converts activation modules and nothing else."""
 
 from __future__ import annotations
 

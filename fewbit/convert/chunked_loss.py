@@ -1,4 +1,4 @@
-"""`fewbit.chunk_loss_`: the loss over a vocabulary in chunks, without the logits of all tokens at once."""
+"""`fewbit.chunk_loss_`: the loss over a vocabulary in chunks of tokens."""
 
 from __future__ import annotations
 
@@ -60,8 +60,6 @@ def head_of(model: nn.Module, outside: tuple[str, ...] = ()) -> str | None:
 
 
 class _HeadForward(OwnForward):
-    """The forward of a head whose loss is computed in chunks."""
-
     def __call__(self, x):
         head = self.module
         is_usual = isinstance(x, Tensor) and is_eager(x) and is_eager(head.weight)

@@ -326,7 +326,7 @@ def _positional(ours) -> tuple[str, ...]:
 
 
 def _factors(ours, args, kwargs) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return both factors of a product, or None if torch's function has to run: one needs no gradient, or both are parameters or views of them."""
+    """Return both factors of a product, or None if torch's function has to run: one needs no gradient, or both are (views of) parameters."""
     if ours is contractions.einsum:
         factors = contractions.operands_of(args[1:])
     elif ours in _SUMMANDS:

@@ -65,7 +65,7 @@ TORCH = {
 }
 """{class of torch.nn: its kind, with the subclass of the same name in `fewbit.nn`}.
 
-A user's subclass of a class of torch.nn has no kind, because the subclass may compute something else.
+A user's subclass of a class of torch.nn has no kind: it may compute something else.
 """
 TORCH[nn.LSTM] = Kind(StepwiseLSTM, RECURRENT)
 ACTIVATIONS = {cls: kind for cls, kind in TORCH.items() if kind.family == ACTIVATION}
@@ -161,10 +161,7 @@ def is_cell(module: nn.Module) -> bool:
 
 
 def why_not(module: nn.Module, everything: bool = False, functional: bool = False) -> str | None:
-    """Return why a module without a kind is not converted; None if there is no need to report a reason.
-
-    `everything` and `functional` are settings of the conversion.
-    """
+    """Return why a module without a kind is not converted; None if no reason need be reported."""
     if not everything:
         return _why_not(module, True, functional)
     reason = _why_not(module, False, functional)

@@ -78,8 +78,6 @@ class Report(Result):
     """The modules that a conversion has changed, and those that it left as they are.
 
     Attributes:
-        converted: The modules that were converted.
-        left_alone: The modules that were not converted.
         saved: Two dicts, before and after the conversion: {name of an operation: bytes that it saves for the backward pass}.
             None if `compress_` got no `sample`.
         functions: For functions that a forward pass calls, the bits per element of quantized inputs, of q, k and v of

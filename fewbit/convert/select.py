@@ -31,7 +31,7 @@ class Selection:
     def of(self, model: nn.Module, settings: ResolvedSettings) -> list[Selected]:
         """Return a `Selected` for every module, and for every activation function that a module has as an attribute.
 
-        Raises InputError if a glob matches no module, or if an argument is invalid.
+        Raises InputError if an argument is invalid.
         """
         found = _found(model)
         included = _matches(found, self.include, "include")

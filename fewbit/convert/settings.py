@@ -91,7 +91,7 @@ class ResolvedSettings:
         return mean_bits(self._special(self.attention_bits, EXTRA_BITS_OF_ATTENTION, None, ""))
 
     def changed(self, change: LayerSettings) -> ResolvedSettings:
-        """Return these settings with those that `change` gives. Raise InputError if they contradict each other."""
+        """Return these settings with those that `change` gives, or raise InputError if they contradict each other."""
         given = {each.name: getattr(change, each.name) for each in fields(change)}
         given = {name: value for name, value in given.items() if value is not None}
         # A policy does not change bits that the user gives.
@@ -186,7 +186,7 @@ class ResolvedSettings:
     def make_graph_settings(self, is_cell: bool = False) -> GraphSettings | None:
         """Return the settings for tensors that torch's operations save; None if these stay exact.
 
-        What a recurrent cell saves is compressed by default: the layers after it save copies of its results anyway.
+        Those of a recurrent cell are compressed by default: the layers after it save copies of its results anyway.
         """
         if not (self.everything or (is_cell and self.functional)):
             return None
@@ -258,7 +258,6 @@ def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) ->
 
 
 def _check_functions(names, everything: bool) -> None:
-    """Raise InputError if no autograd Function has one of these names, or if they would have no effect."""
     if not everything:
         raise InputError("expected everything=True with autograd_functions, got False")
     known, waiting = set(), [Function]

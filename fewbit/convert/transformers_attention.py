@@ -1,6 +1,6 @@
 """Attention in models of transformers, through transformers' interface for implementations of attention.
 
-This file imports transformers only if the process has imported it already.
+This file imports transformers only if the process already has.
 """
 
 from __future__ import annotations

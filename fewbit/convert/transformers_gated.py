@@ -36,7 +36,7 @@ class Unit(NamedTuple):
 class GatedUnit(Quantized):
     """A mixin for gated units that saves gate and up quantized, as `fewbit.functional.swiglu` does.
 
-    If the activation is not SiLU, GELU or ReLU, the original forward runs.
+    For activations other than SiLU, GELU and ReLU, the original forward runs.
     """
 
     unit: Unit

@@ -52,7 +52,7 @@ def is_adapted(cls: type) -> bool:
 
 
 class _Adapted:
-    """A mixin of adapted classes. A pickle contains the original class, because a class made at run time cannot be imported."""
+    """A mixin of adapted classes. A pickle has the original class, because a class made at run time cannot be imported."""
 
     original: type[nn.Module]
 

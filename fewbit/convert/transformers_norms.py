@@ -75,7 +75,7 @@ class TransformersRMSNorm(Quantized):
 class LigerRMSNorm(TransformersRMSNorm):
     """A mixin for the root-mean-square norms of Liger, whose form is in attributes of the module.
 
-    In the casting mode "llama" only the norm is computed in float32, in "gemma" also the product with the weight.
+    The casting mode "llama" computes only the norm in float32, "gemma" also the product with the weight.
     """
 
     SOURCE = """

@@ -1,1 +1,1 @@
-"""`fewbit demo`: train a small character-level transformer with exact and with few-bit activations."""
+"""`fewbit demo`: train a small character-level transformer exactly and compressed."""

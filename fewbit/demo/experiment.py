@@ -1,4 +1,4 @@
-"""The experiment of the demo. An arm is one setting, trained from several seeds."""
+"""The experiment of the demo."""
 
 from __future__ import annotations
 

@@ -88,7 +88,6 @@ class Yardstick:
 
     Attributes:
         std: The standard deviation, in nats per character.
-        seeds: The number of seeds.
         stored: Whether the standard deviation comes from the stored results.
     """
 
@@ -102,7 +101,6 @@ class Demo(Result):
     """The result of the demo.
 
     Attributes:
-        settings: The settings of every training.
         characters: The number of characters of the training text.
         backend: The name of the backend that computed the few-bit activations.
         arms: The arms, the exact one first.
@@ -146,7 +144,6 @@ class Demo(Result):
         return statistics.fmean(arm.differences(self.exact)) / self.yardstick.std
 
     def to_dict(self) -> dict:
-        """Return everything as plain values."""
         return {
             "machine": {
                 "system": platform.platform(terse=True),
@@ -169,7 +166,6 @@ class Demo(Result):
     document = to_dict
 
     def records(self) -> list[dict]:
-        """Return a dict for each arm."""
         return [self._record(arm) for arm in self.arms]
 
     def _record(self, arm: Arm) -> dict:

@@ -1,4 +1,4 @@
-"""One training run of the demo's transformer. Benchmarks and tests use it too."""
+"""One training run of the demo's transformer."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ class TrainingSettings:
         batch: The number of windows in a batch.
         context: The number of characters in a window.
         width: The width of the transformer's residual stream.
-        depth: The number of blocks.
-        heads: The number of attention heads in a block.
         learning_rate: The largest learning rate.
-        weight_decay: That of AdamW.
+        weight_decay: The weight decay of AdamW.
         warmup: The fraction of the steps in which the learning rate grows.
         clip: The norm to which larger gradients are clipped.
         held_out_windows: The number of windows of held-out text for the final loss.
@@ -108,8 +106,7 @@ def train(
 ) -> Run:
     """Train a model in place with AdamW. The learning rate grows linearly, then falls to zero along a cosine.
 
-    Batches and random rounding depend on the seed alone, and torch's random state is restored. `progress` is called after every step with the
-    number of steps done.
+    Batches and random rounding depend on the seed alone, and torch's random state is restored. `progress` gets the number of steps done.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(),

@@ -1,4 +1,4 @@
-"""A small causal transformer over characters, in plain torch.nn, with norms before attention and MLPs."""
+"""A small causal transformer over characters, in plain torch.nn."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ class CharTransformer(nn.Module):
         vocabulary: The number of different characters.
         context: The largest number of characters in a window.
         width: The width of the residual stream.
-        depth: The number of blocks.
-        heads: The number of attention heads in a block.
         activation: The class of the activation modules, or a function that makes one.
     """
 

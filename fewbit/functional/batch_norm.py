@@ -1,4 +1,4 @@
-"""Batch, instance and synchronized batch norm, whose normalized input is saved quantized, as in `layer_norm.py`."""
+"""Batch, instance and synchronized batch norm, whose normalized input is saved quantized."""
 
 from __future__ import annotations
 
@@ -94,8 +94,7 @@ def instance_norm(
 ) -> Tensor:
     """Compute torch.nn.functional.instance_norm of an input (N, C, *) and save the normalized input quantized.
 
-    As in torch, this is the batch norm of one sample with N * C channels. Arguments and the exactness of the gradients are
-    as in `batch_norm`, and `use_input_stats` as in torch.
+    As in torch, this is the batch norm of one sample with N * C channels. Arguments and the exactness of the gradients are as in `batch_norm`.
     """
     quantizer = quantizer_for(quantizer, bits, group_size, copies)
     vectors = running_mean, running_var, weight, bias
@@ -287,7 +286,7 @@ def _channel_stride(x) -> int | None:
 
 
 class _FrozenBatchNorm(Function):
-    """Batch norm with running statistics and a weight that needs no gradient, which does not save the input."""
+    """Batch norm with running statistics and a frozen weight, which does not save the input."""
 
     @staticmethod
     def forward(ctx, x, running_mean, running_var, weight, bias, eps):
@@ -324,9 +323,8 @@ def sync_batch_norm(
 ) -> Tensor:
     """Compute torch.nn.SyncBatchNorm in training, in a group of two processes or more.
 
-    The normalized input is saved quantized, with a reciprocal standard deviation for each channel and the number of
-    elements of each process. Gradients are as exact as those of `batch_norm` with `copies=1`. The input, (N, C, *), is on
-    a device for which torch implements SyncBatchNorm; `weight`, `bias` and the running statistics are (C,) or None.
+    The normalized input is saved quantized, with a reciprocal standard deviation for each channel and the number of elements of each process.
+    Gradients are as exact as those of `batch_norm` with `copies=1`. The input is (N, C, *); other tensors are (C,) or None.
     """
     vectors = weight, bias, running_mean, running_var
     if not is_differentiated(input, weight, bias):

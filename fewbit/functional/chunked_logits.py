@@ -38,7 +38,6 @@ class ChunkedLogits(Tensor):
 
     Attributes:
         hidden: the input of the layer, (*, features).
-        layer: the layer.
         made: computes these logits from those of all rows; None if these are the logits of all rows.
         root: the logits of all rows.
         autocast: the state of autocast in which the layer was called, as `_autocast` returns it.

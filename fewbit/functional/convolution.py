@@ -1,4 +1,4 @@
-"""Convolutions, plain and transposed, whose inputs are saved quantized for the weight's gradient (ActNN, Chen et al., ICML 2021)."""
+"""Convolutions, whose inputs are saved quantized for the weight's gradient (ActNN, Chen et al., ICML 2021)."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def dropout1d(
 def dropout2d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Compute torch.nn.functional.dropout2d of an input (N, C, H, W) and save 1 bit per channel.
+    """Compute torch.nn.functional.dropout2d of (N, C, H, W) and save 1 bit per channel.
 
     For inputs of other shapes torch's own function runs, which warns.
     """

@@ -204,8 +204,8 @@ def per_channel(vector, dims: int):
 def save_and_share(x, y, statistics, weight, bias, copies, quantizer, channels=None, features=None):
     """Quantize the normalized input of a norm, and let later layers use this copy in place of the norm's result y.
 
-    `statistics` and `features` are as in `Quantizer.quantize_normalized`. `channels` is the dimension of y along which weight and bias
-    extend; None for y's last dimensions. Returns the SavedTensors of the first copy, and those of the second copy or None.
+    `channels` is the dimension of y along which weight and bias extend; None for y's last dimensions. Returns the SavedTensors of the first
+    copy, and those of the second copy or None.
     """
     if preactivation.can_save_fixed_point(quantizer, x, statistics[1], weight, bias, copies):
         fixed = preactivation.save_fixed_point(quantizer, x, y, *statistics, weight, bias, channels)

@@ -157,7 +157,7 @@ _SETTINGS_OF_INPUTS = {
 }
 """{class of torchao: attributes that are None if the layer's input stays unquantized}.
 
-The linear layer of such a weight computes with weight.dequantize(), a dense tensor that torch would save.
+A layer with such a weight computes with weight.dequantize(), a dense tensor that torch would save.
 """
 
 

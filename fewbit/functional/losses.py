@@ -40,10 +40,10 @@ def cross_entropy(
 ) -> Tensor:
     """Compute torch.nn.functional.cross_entropy and save the probabilities quantized.
 
-    The loss is torch's to the bit. The gradient is linear in the probabilities, and therefore exact in expectation.
-    With 2 bits, its squared error is at most 1.1 % of its square (`benchmarks/results/cross_entropy.json`). If the
-    target has probabilities of classes, or if `weight` needs a gradient, torch's own function runs, which saves the
-    logarithms of all probabilities. Other arguments are those of torch's function.
+    The loss is torch's to the bit. The gradient is linear in the probabilities, and therefore exact in expectation. With 2
+    bits, its squared error is at most 1.1 % of its square (`benchmarks/results/cross_entropy.json`). If the target has
+    probabilities of classes, or if `weight` needs a gradient, torch's own function runs, which saves the logarithms of all
+    probabilities. Other arguments are those of torch's function.
 
     Args:
         input: the logits: (classes,), (N, classes) or (N, classes, ...), floating.
@@ -91,10 +91,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute cross_entropy(linear(input, linear_weight, linear_bias), target) in chunks of the input's rows.
 
-    The gradients are torch's, up to the order of summation. From torch 2.13 on, torch's own chunked function runs,
-    which computes the gradients of input and weight in the forward pass and saves these. In earlier versions, and for
-    arguments that it does not support, such as label smoothing, each chunk is a checkpointed region. Other arguments are
-    those of torch's cross_entropy.
+    The gradients are torch's, up to the order of summation. From torch 2.13 on, torch's own chunked function runs, which
+    computes and saves the gradients of input and weight in the forward pass. In earlier versions, and for arguments that it
+    does not support, such as label smoothing, each chunk is a checkpointed region. Other arguments are those of torch's
+    cross_entropy.
 
     Args:
         input: (*, features), floating.

@@ -136,7 +136,7 @@ def _may_be_empty(dims, x, dilation) -> bool:
 
 
 class _MaxPoolFunction(SavingFunction):
-    """Max-pooling, which returns torch's result and indices, and saves the position of each maximum in its window."""
+    """Max-pooling, which saves the position of each maximum in its window."""
 
     @staticmethod
     def forward(ctx, x, dims, arguments, adaptive):

@@ -112,7 +112,7 @@ def in_shapes(grads: Iterable[Tensor], inputs) -> list[Tensor]:
 
 
 class _Product(SavingFunction):
-    """The base of `_Matmul` and `_Mul`, which saves leaves of the graph unchanged, and other factors quantized."""
+    """The base of `_Matmul` and `_Mul`, which saves leaves of the graph unchanged."""
 
     @staticmethod
     def save(ctx, y, a, b, quantize):
@@ -258,7 +258,7 @@ def gated(
     *,
     quantizer: Quantizer,
 ) -> Tensor:
-    """Compute activation(gate) * up, and save the same tensors as `swiglu`, or as `reglu` if the activation is "relu".
+    """Compute activation(gate) * up, and save the same tensors as `swiglu`, or as `reglu` for "relu".
 
     `activation` is "silu", "gelu", "gelu_tanh" or "relu". `function`, if given, computes it in the forward pass.
     """

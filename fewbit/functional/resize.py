@@ -37,10 +37,7 @@ _AREA = {
 def pad(
     input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Tensor:
-    """Compute torch.nn.functional.pad and save no tensor.
-
-    The arguments and the gradient are as in torch, which saves the whole input in the modes "reflect" and "replicate".
-    """
+    """Compute torch.nn.functional.pad and save no tensor; torch saves the whole input in the modes "reflect" and "replicate"."""
     if not is_differentiated(input):
         return torch_functional.pad(input, pad, mode, value)
     if (mode, len(pad) // 2) in _BACKWARD:
@@ -83,7 +80,7 @@ def interpolate(
 ) -> Tensor:
     """Compute torch.nn.functional.interpolate of (N, C, L), (N, C, H, W) or (N, C, D, H, W) and save no tensor.
 
-    The arguments and the gradient are as in torch, which saves the whole input in the mode "area".
+    In the mode "area", torch saves the whole input.
     """
     arguments = size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
     check_tensors(input)

@@ -1,7 +1,4 @@
-"""A policy of activation checkpointing for torchtitan that compresses what a model saves in place of recomputing it.
-
-torchtitan calls `apply(model)` before it compiles and shards the model, or each stage of a pipeline.
-"""
+"""A policy of activation checkpointing for torchtitan that compresses what a model saves in place of recomputing it."""
 
 from __future__ import annotations
 

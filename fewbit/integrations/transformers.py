@@ -96,7 +96,6 @@ class FewbitCallback(TrainerCallback, ExportableState):
         self._is_due = True
 
     def _compress(self, model, state) -> None:
-        """Compress the model, unless this callback, or the one that it replaces, has."""
         modules = set(model.modules())
         earlier = map(_controllers.get, modules) if self._is_restored else ()
         for controller in (self.controller, *earlier):

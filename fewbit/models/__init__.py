@@ -17,8 +17,6 @@ class Family(NamedTuple):
         name: the name of the architecture, as in the help of `fewbit memory`.
         module: the name of the Python file in this folder.
         builder: the class or function in it, called with a model's name, and perhaps a callable that makes the activation.
-        models: the names of the models.
-        is_text: whether the input is tokens, not images.
         has_relu: whether the activation is ReLU, in place of which the paper Few-bit Backward measured GELU.
     """
 

@@ -1,4 +1,4 @@
-"""DenseNet-121 to DenseNet-201 (Huang et al., 2017), with the `state_dict` keys of torchvision's models."""
+"""DenseNet-121 to DenseNet-201 (Huang et al., 2017), with torchvision's `state_dict` keys."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ class DenseNet(nn.Module):
     Args:
         name: A key of `LAYERS`.
         activation: Returns an activation module.
-        classes: The number of classes.
     """
 
     def __init__(self, name: str, activation: Callable = relu, classes: int = 1000):

@@ -1,4 +1,4 @@
-"""EfficientNet-B0, B3 and B7 (Tan and Le, 2019), with the `state_dict` keys of torchvision's models."""
+"""EfficientNet-B0, B3 and B7 (Tan and Le, 2019), with torchvision's `state_dict` keys."""
 
 from __future__ import annotations
 
@@ -101,7 +101,6 @@ class EfficientNet(nn.Module):
     Args:
         name: A key of `SCALES`.
         activation: Returns an activation module.
-        classes: The number of classes.
     """
 
     def __init__(self, name: str, activation: Callable = silu, classes: int = 1000):

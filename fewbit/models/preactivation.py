@@ -60,7 +60,6 @@ class PreActivationResNet(nn.Module):
 
     Args:
         depth: The depth, 9 n + 2 for a whole n.
-        classes: The number of classes.
         width: The factor of the number of channels in every layer; 4 for the paper's ResNet-1001-4x.
         channels: The number of channels of the images.
         block: Makes a block of a norm and a convolution: `PreActivationBlock` or `fewbit.nn.PreActivation`, with the same `state_dict` keys.

@@ -1,7 +1,4 @@
-"""ResNet-18 to ResNet-152 for images (He et al., 2016), with the `state_dict` keys of torchvision's models.
-
-In a bottleneck the 3x3 convolution has the stride ("ResNet v1.5").
-"""
+"""ResNet-18 to ResNet-152 (He et al., 2016; "v1.5": the 3x3 convolution of a bottleneck has the stride), with torchvision's `state_dict` keys."""
 
 from __future__ import annotations
 
@@ -82,7 +79,6 @@ class ResNet(nn.Module):
     Args:
         name: A key of `LAYERS`.
         activation: Returns an activation module.
-        classes: The number of classes.
     """
 
     def __init__(self, name: str, activation: Callable = relu, classes: int = 1000):

@@ -25,7 +25,6 @@ class VGG(nn.Module):
     Args:
         name: A key of `LAYERS`.
         activation: Returns an activation module.
-        classes: The number of classes.
     """
 
     def __init__(self, name: str, activation: Callable = relu, classes: int = 1000):

@@ -56,8 +56,6 @@ __all__ = [
 
 
 class _FewBit(Guarded):
-    """The base class of all modules in this file."""
-
     bits: int
     table: Table | None
     quantizer: Quantizer | None = None

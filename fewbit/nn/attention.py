@@ -166,7 +166,6 @@ class MultiheadAttention(Quantized, nn.MultiheadAttention):
         return F.linear(x, weight, bias, quantizer=self.quantizer)
 
     def _projected(self, query, key, value):
-        """Return q, k and v, computed in as few matrix products as in torch."""
         size, bias = self.embed_dim, self.in_proj_bias
         if not self._qkv_same_embed_dim:
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
@@ -205,7 +204,6 @@ def _three_dimensional(mask, heads, length, keys):
 
 
 def _extended(*masks):
-    """Return the masks with an entry for one more key, not masked."""
     return tuple(None if mask is None else torch_functional.pad(mask, (0, 1)) for mask in masks)
 
 

@@ -87,10 +87,7 @@ def _guarded(forward, name):
 
 
 def _signature_of(cls) -> inspect.Signature:
-    """Return the signature of torch's class, or of an `__init__` without `**kwargs`, plus the options of mixins.
-
-    `torch.nn.utils.skip_init` looks for `device` in it.
-    """
+    """Return the signature of torch's class, or of an `__init__` without `**kwargs`, plus the options of mixins."""
     inits = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
     parameters = {}
     for init in inits:

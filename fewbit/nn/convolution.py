@@ -20,8 +20,6 @@ __all__ = [
 
 
 class _Conv(Quantized):
-    """A mixin with the forward of Conv1d to Conv3d."""
-
     _function: Callable
 
     def forward(self, input: Tensor) -> Tensor:
@@ -56,8 +54,6 @@ class Conv3d(_Conv, nn.Conv3d):
 
 
 class _ConvTranspose(Quantized):
-    """A mixin with the forward of ConvTranspose1d to ConvTranspose3d."""
-
     _function: Callable
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:

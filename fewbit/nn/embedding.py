@@ -1,4 +1,4 @@
-"""Embedding, which saves its indices in the smallest integer dtype that can hold them."""
+"""Embedding."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class GroupNorm(Norm, nn.GroupNorm):
 
 
 class _BatchNorm(Norm):
-    """A mixin with the forward of BatchNorm1d to BatchNorm3d and SyncBatchNorm."""
+    """A mixin for batch norms and SyncBatchNorm."""
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)

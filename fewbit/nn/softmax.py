@@ -1,4 +1,4 @@
-"""Softmax and its logarithm, with torch's arguments plus `bits` and `group_size`, as in `fewbit.functional.softmax`."""
+"""Softmax and its logarithm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Untrusted JSON documents: limits that are checked before parsing, JSON Schemas, and validators with one-line errors."""
+"""Untrusted JSON documents: limits, JSON Schemas, and validators with one-line errors."""
 
 from __future__ import annotations
 

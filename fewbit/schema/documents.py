@@ -1,4 +1,4 @@
-"""Read JSON from untrusted files: documents that are too large or too deeply nested are refused before parsing."""
+"""Read JSON from untrusted files: too large or too deeply nested documents are refused before parsing."""
 
 from __future__ import annotations
 

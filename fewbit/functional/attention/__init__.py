@@ -1,1 +1,1 @@
-"""Scaled dot-product attention (`attention.py`), and its gradients, faster than by a second run of torch's function (`blocks.py`)."""
+"""Scaled dot-product attention, and a computation of its gradients that is faster than a second run of torch's function."""

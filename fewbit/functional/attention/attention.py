@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, which saves quantized copies of query, key and value, and neither its output nor the probabilities.
+"""Scaled dot-product attention, which saves quantized copies of query, key and value alone.
 
 The backward pass differentiates torch's own attention of the dequantized tensors, or computes the gradients in blocks.
 """
@@ -94,9 +94,8 @@ class How(NamedTuple):
 def attention(query, key, value, attn_mask, position_bias, how: How, quantizer: Quantizer):
     """Compute attention and save query, key and value quantized; see `scaled_dot_product_attention`.
 
-    `position_bias` is None, or a floating tensor that is added to the scores. It is saved apart from the mask, because
-    other layers usually save the same two tensors. Returns the result, or (result, probabilities) if `how.weighed`, which
-    raises InputError within torch's `context_parallel`.
+    `position_bias`, a floating tensor or None, is added to the scores. It is saved apart from the mask, because other layers usually save the
+    same two tensors. Returns the result, or (result, probabilities) if `how.weighed`, which raises InputError within torch's `context_parallel`.
     """
     inputs = query, key, value, attn_mask, position_bias
     if type(query) not in PLAIN_CLASSES and shards.runs_on_shards(query):

@@ -38,9 +38,9 @@ def pow(input: Tensor, exponent, *, quantizer: Quantizer) -> Tensor:
 def exp(input: Tensor, *, quantizer: Quantizer) -> Tensor:
     """Compute torch.exp and save the result quantized, if no element is above 1; otherwise unquantized.
 
-    Results of at most 1 are decays or differences from a maximum, mostly close to 0, which a uniform copy restores
-    almost exactly. On a GPU, where the host would wait for the largest element, and in a checkpointed region, whose
-    recomputation may find another one, the result is saved unquantized.
+    Results of at most 1 are decays or differences from a maximum, mostly close to 0, which a uniform copy restores almost exactly. The result
+    stays unquantized on a GPU, where the host would wait for the largest element, and in a checkpointed region, whose recomputation may find
+    another one.
     """
     if not is_differentiated(input) or not input.is_floating_point():
         return torch.exp(input)

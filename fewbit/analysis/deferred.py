@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fewbit.config import MASKED, ROTATED
+from fewbit.runtime.format.channels import Statistics
 from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import SavedTensors, map_affine
@@ -93,12 +94,9 @@ class DeferredQuantizer(Quantizer):
         return self._save_exactly(x.detach(), False, kind, features, slot, extra_bits)
 
     def quantize_normalized(
-        self, x, mean, rstd, inner: int | None, features: tuple[int, ...] | None = None
+        self, x, statistics: Statistics, features: tuple[int, ...] | None = None
     ) -> SavedTensors:
-        if mean is not None:
-            x = x.to(rstd.dtype) - mean
-        x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
-        return self._save_exactly(x, True, self.kind_of(ROTATED), features)
+        return self._save_exactly(statistics.normalized(x), True, self.kind_of(ROTATED), features)
 
     def _save_exactly(self, x, is_normalized, kind, features, slot=0, extra_bits=0) -> SavedTensors:
         context, number = self.noise.number_saved()
@@ -135,7 +133,7 @@ class _Deferred(NamedTuple):
         quantizer = _Seeded(self.quantizer, seed, self.kind)
         if self.is_normalized:
             one = torch.ones((), device=x.device)
-            saved = quantizer.quantize_normalized(x, None, one, None, self.features)
+            saved = quantizer.quantize_normalized(x, Statistics(None, one, None), self.features)
         else:
             how = {"slot": self.slot, "features": self.features, "extra_bits": self.extra_bits}
             saved = quantizer.quantize(x, **how)

@@ -11,6 +11,7 @@ from torch import Tensor
 from fewbit import functional as F
 from fewbit.nn.base import Quantized
 from fewbit.runtime.format import sums
+from fewbit.runtime.format.channels import Statistics
 from fewbit.runtime.probes import gradient_errors
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.normalized import (
@@ -141,7 +142,8 @@ class _TransformersRMSNorm(SavingFunction):
         needs_x = ctx.needs_input_grad[0]
         ctx.offset = form.offset
         inner = x.shape[-1] if x.is_contiguous() else None
-        first, second = save_copies(x, None, rstd, inner, number_of_copies, quantizer, (-1,))
+        statistics = Statistics(None, rstd, inner)
+        first, second = save_copies(x, statistics, number_of_copies, quantizer, (-1,))
         share_result(quantizer, y, first, scale, None)
         weight, rstd = (weight, rstd) if needs_x else (None, None)
         return copies.keep(ctx, y, weight=weight, rstd=rstd, x=first, x2=second)

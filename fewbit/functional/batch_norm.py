@@ -20,6 +20,7 @@ from fewbit.functional.layer_norm import (
     weighted,
 )
 from fewbit.runtime.format import sums
+from fewbit.runtime.format.channels import Statistics
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.probes import gradient_errors
 from fewbit.runtime.quantizers import copies
@@ -170,13 +171,12 @@ class _BatchNormFunction(SavingFunction):
         ctx.view, ctx.eps, ctx.dtype = view, eps, x.dtype
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[4]:
             ctx.inner = _channel_stride(x) if view == x.shape else math.prod(x.shape[2:])
-            placed = [_of_channels(stat, view, x.shape) for stat in (mean, rstd)]
-            statistics = *placed, ctx.inner
+            statistics = Statistics(mean, rstd, ctx.inner, _shape_of_channels(view, x.shape))
             if view == x.shape:
                 settings = weight, bias, number_of_copies, quantizer
                 saved = save_and_share(x, y, statistics, *settings, channels=1)
             else:
-                saved = save_copies(x, *statistics, number_of_copies, quantizer)
+                saved = save_copies(x, statistics, number_of_copies, quantizer)
             others = {"rstd": rstd, "weight": weight, "reserve": reserve}
             y = copies.keep(ctx, y, **others, x=saved[0], x2=saved[1])
         ctx.mark_non_differentiable(mean, rstd)
@@ -186,24 +186,22 @@ class _BatchNormFunction(SavingFunction):
     def backward(ctx, grad, *_):
         if grad is None:  # a layer after this one returned no gradient
             return (None,) * 10
-        needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
+        needs_x, _, _, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight:
             kept = copies.Kept(ctx)
-            (spec, tensors), rstd, weight = (
-                kept.copy("x"),
-                kept.tensor("rstd"),
-                kept.tensor("weight"),
-            )
+            rstd, weight = kept.tensor("rstd"), kept.tensor("weight")
             grads, is_eager = None, ctx.implementation is not None
-            has_one_copy = kept.copy("x2") is None
+            (spec, tensors), has_one_copy = kept.copy("x"), kept.copy("x2") is None
             if is_eager and has_one_copy and grad.dtype == ctx.dtype and ctx.view == spec.size:
                 of = spec, tensors, ctx.inner
                 grads = batch_norm_gradients(*of, grad, rstd, weight, needs_x)
             if grads is None:
-                grads = _dequantized_gradients(ctx, grad, kept)
+                grads = _dequantized_gradients(ctx, grad, kept, rstd, weight, has_one_copy)
             grad_x, grad_weight, grad_bias = grads
-            grad_x = grad_x.reshape(spec.size) if needs_x else None
+            if needs_x and ctx.view != spec.size:
+                grad_x = grad_x.reshape(spec.size)
+            grad_x = grad_x if needs_x else None
             grad_weight = grad_weight if needs_weight else None
             grad_bias = grad_bias if needs_bias else None
         elif needs_bias:
@@ -238,10 +236,9 @@ class _BatchNormFunction(SavingFunction):
         return found
 
 
-def _dequantized_gradients(ctx, grad, kept):
-    needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
-    has_one_copy = kept.copy("x2") is None
-    rstd, weight, x = kept.tensor("rstd"), kept.tensor("weight"), kept.values("x", ctx.dtype)
+def _dequantized_gradients(ctx, grad, kept, rstd, weight, has_one_copy: bool):
+    needs_x, _, _, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    x = kept.values("x", ctx.dtype)
     mask = [needs_x and has_one_copy, needs_weight, needs_bias]
     scale, zeros, ones = _as_normalized(weight, rstd)
     statistics = scale, None, None, zeros, ones, True, ctx.eps, mask
@@ -262,7 +259,8 @@ def _dequantized_gradients(ctx, grad, kept):
 
 def _as_normalized(weight, rstd):
     """Return (weight * rstd, means, reciprocal standard deviations), for torch's backward functions and the normalized input."""
-    rstd = rstd.to(torch.promote_types(rstd.dtype, torch.float32))
+    if rstd.dtype.itemsize < 4:
+        rstd = rstd.to(torch.float32)
     scale = weighted(rstd, weight)
     return scale, constant_like(scale, 0.0), constant_like(scale, 1.0)
 
@@ -272,10 +270,10 @@ def _as(x, view):
     return x if x.shape == view else x.view(view)
 
 
-def _of_channels(statistic, view, shape):
-    """Reshape a statistic of the channels of `view`, so that it broadcasts to `shape`."""
+def _shape_of_channels(view, shape) -> tuple[int, ...]:
+    """Return the shape in which a statistic, which has one entry for each channel of `view`, broadcasts to `shape`."""
     placed = (1, -1) if view == shape else shape[:2]
-    return statistic.view(*placed, *[1] * (len(shape) - 2))
+    return (*placed, *[1] * (len(shape) - 2))
 
 
 def _channel_stride(x) -> int | None:
@@ -357,8 +355,8 @@ class _SyncBatchNorm(SavingFunction):
         ctx.process_group = process_group
         saved = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            placed = (per_channel(stat, x.dim()) for stat in (mean, rstd))
-            saved = quantizer.quantize_normalized(x, *placed, None)
+            shape = 1, -1, *[1] * (x.dim() - 2)
+            saved = quantizer.quantize_normalized(x, Statistics(mean, rstd, None, shape))
         ctx.size, ctx.dtype = tuple(x.shape), x.dtype
         return copies.keep(ctx, y, weight=weight, rstd=rstd, count=count, x=saved)
 

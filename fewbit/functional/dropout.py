@@ -24,6 +24,7 @@ from fewbit.runtime.ops import activation_ops, dense_ops
 from fewbit.runtime.quantizers import computed
 from fewbit.runtime.quantizers.quantizer import is_differentiated
 from fewbit.runtime.saved import offload
+from fewbit.runtime.saved.sharing import place_of
 from fewbit.runtime.saved.single_backward import SavingFunction
 
 __all__ = [
@@ -129,7 +130,7 @@ class _Dropout(SavingFunction):
     def forward(ctx, x, p, kind, features, inplace):
         plain = is_plain(x)
         is_simple = kind == "plain" and features is None
-        found = computed.copies_of(x) if is_simple and (plain or is_abstract(x)) else []
+        found = computed.copies_of(x) if is_simple and (plain or is_abstract(x)) else None
         if is_simple and plain and not inplace and x.device.type in _FUSED:
             y, mask = torch.native_dropout(x, p, True)
             ctx.encoding = mask_text(1.0 / (1.0 - p))
@@ -143,9 +144,9 @@ class _Dropout(SavingFunction):
         ctx.shape = None if features is None else tuple(mask.shape)
         if plain:
             offload.mark(packed)
-        if found:
+        if found is not None:
             masked = partial(_masked, ctx.encoding, ctx.stride)
-            computed.share(found, y, int(inplace), masked, packed)
+            found.share(y, place_of(y, int(inplace)), masked, packed)
         ctx.save_for_backward(packed)
         return y
 

@@ -17,6 +17,7 @@ from torch._prims_common import suggest_memory_format
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE, check_copies
 from fewbit.runtime.format import sums
+from fewbit.runtime.format.channels import Statistics
 from fewbit.runtime.interop.autocast import in_float32
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import (
@@ -167,13 +168,11 @@ def quantizer_for(quantizer, bits, group_size, copies) -> Quantizer:
 
 def is_served(input, *vectors) -> bool:
     """Return whether a gradient is needed and the input has elements. Otherwise torch's own function runs."""
-    return is_differentiated(input, *vectors) and _has_elements(input)
-
-
-def _has_elements(input) -> bool:
-    """Return whether the input has elements; True for sizes that a compiler does not know and cannot branch on."""
+    if not is_differentiated(input, *vectors):
+        return False
     if not torch.compiler.is_compiling():
         return 0 not in input.shape
+    # A compiler cannot branch on sizes that it does not know.
     return torch.fx.experimental.symbolic_shapes.guard_or_true(input.numel() > 0)
 
 
@@ -204,15 +203,16 @@ def per_channel(vector, dims: int):
 def save_and_share(x, y, statistics, weight, bias, copies, quantizer, channels=None, features=None):
     """Quantize the normalized input of a norm, and let later layers use this copy in place of the norm's result y.
 
-    `channels` is the dimension of y along which weight and bias extend; None for y's last dimensions. Returns the SavedTensors of the first
-    copy, and those of the second copy or None.
+    `channels` is the dimension of y along which weight and bias extend; None for y's last dimensions. Returns the
+    SavedTensors of the first copy, and those of the second copy or None.
     """
-    if preactivation.can_save_fixed_point(quantizer, x, statistics[1], weight, bias, copies):
-        fixed = preactivation.save_fixed_point(quantizer, x, y, *statistics, weight, bias, channels)
+    rstd = statistics.rstd
+    if quantizer.fuse and preactivation.can_save_fixed_point(x, rstd, weight, bias, copies):
+        fixed = preactivation.save_fixed_point(quantizer, x, y, statistics, weight, bias, channels)
         return fixed, None
-    first, second = save_copies(x, *statistics, copies, quantizer, features)
+    first, second = save_copies(x, statistics, copies, quantizer, features)
     # Statistics in 16 bits change x~ by more than the rounding of y does, so the copy cannot replace y.
-    if statistics[1].dtype.itemsize > 2:
+    if rstd.dtype.itemsize > 2:
         shape = None if channels is None else (1, -1, *[1] * (x.dim() - 2))
         share_result(quantizer, y, first, weight, bias, shape)
     return first, second
@@ -231,8 +231,9 @@ class _LayerNorm(SavingFunction):
         if not (needs_x or needs_weight):
             return y
         ctx.inner = math.prod(shape) if x.is_contiguous() else None
+        statistics = Statistics(mean, rstd, ctx.inner)
         settings = weight, bias, number_of_copies, quantizer
-        saved = save_and_share(x, y, (mean, rstd, ctx.inner), *settings, features=_last(shape))
+        saved = save_and_share(x, y, statistics, *settings, features=_last(shape))
         return copies.keep(ctx, y, rstd=rstd, weight=weight, x=saved[0], x2=saved[1])
 
     @staticmethod
@@ -292,7 +293,7 @@ class _RMSNorm(SavingFunction):
         ctx.shape = shape
         ctx.inner = math.prod(shape) if x.is_contiguous() else None
         settings = number_of_copies, quantizer, _last(shape)
-        first, second = save_copies(x, None, rstd, ctx.inner, *settings)
+        first, second = save_copies(x, Statistics(None, rstd, ctx.inner), *settings)
         share_result(quantizer, y, first, weight, None)
         return copies.keep(ctx, y, rstd=rstd, weight=weight, x=first, x2=second)
 
@@ -339,8 +340,12 @@ class _GroupNorm(SavingFunction):
         ctx.by_group = x.is_contiguous() and is_plain(x) and not _has_policy(quantizer)
         rows = x.view(n, num_groups, -1) if ctx.by_group else x
         ctx.inner = math.prod(rows.shape[2:]) if x.is_contiguous() else None
-        placed = [_placed(ctx, stat, x.dim()) for stat in (mean, rstd)]
-        first, second = save_copies(rows, *placed, ctx.inner, number_of_copies, quantizer)
+        if ctx.by_group:
+            statistics = Statistics(mean, rstd, ctx.inner, (n, num_groups, 1))
+        else:
+            placed = (_placed(ctx, stat, x.dim()) for stat in (mean, rstd))
+            statistics = Statistics(*placed, ctx.inner)
+        first, second = save_copies(rows, statistics, number_of_copies, quantizer)
         return copies.keep(ctx, y, rstd=rstd, weight=weight, x=first, x2=second)
 
     @staticmethod

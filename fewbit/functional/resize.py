@@ -14,6 +14,7 @@ from fewbit.runtime.interop.original_functions import functional as torch_functi
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_eager
 from fewbit.runtime.quantizers import computed
 from fewbit.runtime.quantizers.quantizer import is_differentiated
+from fewbit.runtime.saved.sharing import place_of
 from fewbit.runtime.saved.single_backward import SavingFunction
 
 __all__ = ["interpolate", "pad"]
@@ -47,7 +48,8 @@ def pad(
     if is_eager(input):
         # Layers that would save y compute it from a copy of the input.
         found = computed.copies_of(input)
-        computed.share(found, y, 0, partial(_padded, tuple(pad), mode, value))
+        if found is not None:
+            found.share(y, place_of(y), partial(_padded, tuple(pad), mode, value))
     return y
 
 

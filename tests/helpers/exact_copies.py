@@ -38,9 +38,9 @@ class Exact(Quantizer):
         self.saved.append(x)
         return SavedTensors((x,), ExactSpec(tuple(x.shape), x.stride(), x.dtype))
 
-    def quantize_normalized(self, x, mean, rstd, inner, features=None):
-        x = x.to(torch.promote_types(rstd.dtype, torch.float32))
-        return self.quantize((x if mean is None else x - mean) * rstd)
+    def quantize_normalized(self, x, statistics, features=None):
+        x = x.to(torch.promote_types(statistics.rstd.dtype, torch.float32))
+        return self.quantize(statistics.normalized(x))
 
 
 class Replaying(Exact):

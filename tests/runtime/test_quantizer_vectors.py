@@ -21,6 +21,7 @@ from samples import normal
 
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format import groups
+from fewbit.runtime.format.channels import Statistics
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
 
@@ -188,7 +189,7 @@ def test_kept_and_restored_by_kernels(backend, dtype, statistics, last, kind):
     made = []
     for index in (inner, None):
         torch.manual_seed(5)
-        kept = quantizer.quantize_normalized(x, mean, rstd, index)
+        kept = quantizer.quantize_normalized(x, Statistics(mean, rstd, index))
         restored = [
             kept.spec.dequantize(kept.tensors, torch.bfloat16, (scale, shift, index))
             for scale, shift in ((rstd, mean), (None, mean), (rstd, None), (None, None))

@@ -17,8 +17,9 @@ from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_p
 from fewbit.runtime.ops import library
 from fewbit.runtime.ops.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE, MADE_CONTIGUOUS
 from fewbit.runtime.parallel import shards
-from fewbit.runtime.quantizers import preactivation
+from fewbit.runtime.quantizers import computed, preactivation
 from fewbit.runtime.quantizers.quantizer import Quantizer, quantizer_of
+from fewbit.runtime.saved.sharing import place_of
 from fewbit.runtime.saved.single_backward import refuse_forward_mode
 from fewbit.text import shorten
 
@@ -119,13 +120,15 @@ def _apply_unusual(x, function, parameters, bits, table, inplace, quantizer):
             return y
         if quantizer is not None and recomputed.keeps_copy(x, function):
             return recomputed.CopiedActivation.apply(x, function, parameters, inplace, quantizer)
-        found = recomputed.copies_of_input(x, function, encoded)
-        if found:
+        is_recomputed = recomputed.is_recomputed(function, encoded, x.dtype)
+        found = computed.copies_of(x) if is_recomputed else None
+        if found is not None:
             y, codes = autograd.Transformable.apply(
                 x, _forward(function, parameters), encoding, None
             )[:2]
             y = x.copy_(y) if inplace else y
-            recomputed.share_result(x, y, 0, codes, (function, parameters), encoded, found)
+            again = recomputed.from_codes(x, function, parameters, encoded)
+            found.share(y, place_of(y), again, codes)
             return y
     y = _traceable(x, _forward(function, parameters), encoding)
     return x.copy_(y) if inplace else y

@@ -15,6 +15,7 @@ from fewbit.runtime.format import layout
 from fewbit.runtime.interop.tensor_kinds import is_abstract, is_plain
 from fewbit.runtime.ops import activation_ops, library
 from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
+from fewbit.runtime.quantizers import computed
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.context import current
 from fewbit.runtime.saved.sharing import place_of
@@ -34,9 +35,10 @@ class Activation(Function):
         if context is None:
             y, packed = activation_ops.activation(*arguments)
         else:
-            observed_as = context.observed_activation(function, parameters)
-            if observed_as is not None:
-                ctx.observed_as = observed_as
+            if context.policy is not None:
+                observed_as = context.observed_activation(function, parameters)
+                if observed_as is not None:
+                    ctx.observed_as = observed_as
             y, packed = _in_context(context, *arguments)
         if inplace:
             ctx.mark_dirty(x)
@@ -73,22 +75,23 @@ def _in_context(context, x, function, parameters, encoding, seed, inplace):
     copies = saving.shared
     if copies is None:
         return activation_ops.activation(*arguments)
-    found = recomputed.copies_of_input(x, function, encoding)
-    quantizer, changes = None, int(inplace)
-    if not found and not saving.is_region and layout.is_by_sample(x):
+    found = made = None
+    if recomputed.is_recomputed(function, encoding, x.dtype):
+        found = computed.copies_in(context, copies, x)
+    if found is None and context.consumers and not saving.is_region and layout.is_by_sample(x):
         quantizer = context.consumers.get((len(copies.results), x.shape, x.dtype))
-    made = quantizer and activation_ops.activation_quantized(*arguments, quantizer)
+        made = quantizer and activation_ops.activation_quantized(*arguments, quantizer)
     y, packed, saved = made or (*activation_ops.activation(*arguments), None)
+    place = place_of(y, int(inplace))
     if not saving.is_region:
-        place = place_of(y, changes)
         copies.record_output(x, y, place, saved is not None)
         if saved is not None:
             copies.put(y, place, quantizer.key, saved)
-        if activation_ops.is_masking(function, encoding, x.dtype) and layout.is_dense(x):
-            copies.put_mask(y, packed, changes)
-    if found:
-        how = (function, parameters), encoding, found
-        recomputed.share_result(y, y, changes, packed, *how)
+        if activation_ops.is_masking(function, encoding, x.dtype):
+            if x.is_contiguous() or layout.is_dense(x):
+                copies.put_mask(y, packed, int(inplace))
+    if found is not None:
+        found.share(y, place, recomputed.from_codes(y, function, parameters, encoding), packed)
     return y, packed
 
 

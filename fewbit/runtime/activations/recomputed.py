@@ -97,28 +97,19 @@ def _result(function, parameters, x):
     return FORWARD[function](x, *parameters)
 
 
-def copies_of_input(x: Tensor, function: str, encoding: Encoding) -> list:
-    """Return the copies of x from which f(x) can be computed (`computed.copies_of`)."""
+def is_recomputed(function: str, encoding: Encoding, dtype: torch.dtype) -> bool:
+    """Return whether an activation's result can be computed from a copy and the codes of its input."""
     fits = function in _SIDES and encoding.bits == 1 and not encoding.unbiased
-    return computed.copies_of(x) if fits and x.dtype != torch.float64 else []
+    return fits and dtype != torch.float64
 
 
-def share_result(
-    x: Tensor,
-    y: Tensor,
-    changes: int,
-    codes: Tensor,
-    activation: tuple,
-    encoding: Encoding,
-    found: list,
-) -> None:
-    """Let later layers that would save y = f(x) compute it again from a copy of x and from the packed codes of x.
+def from_codes(x: Tensor, function: str, parameters: tuple, encoding: Encoding):
+    """Return a function of (x, packed codes of x) that computes an activation's result.
 
-    x is y if y has overwritten the input. `changes` is as in `sharing.place_of`, `activation` is the name and the
-    parameters of f, and `found` is the result of `copies_of_input`.
+    x is the activation's input, or its result if that has overwritten the input.
     """
     stride = None if x.is_contiguous() else layout.dense_stride(x)
-    computed.share(found, y, changes, partial(_from_side, *activation, encoding, stride), codes)
+    return partial(_from_side, function, parameters, encoding, stride)
 
 
 _SIDES = {  # {function: its values where the derivative is 0, from its parameters}

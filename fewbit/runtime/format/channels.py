@@ -38,6 +38,32 @@ class Normalization(NamedTuple):
     channels: torch.Tensor | None = None
 
 
+class Statistics(NamedTuple):
+    """The means and deviations by which a norm has normalized its input x, to (x - mean) * rstd.
+
+    Attributes:
+        mean: the means; None if the norm subtracts no mean.
+        rstd: the reciprocal standard deviations.
+        inner: the number of elements, one after the other in memory, that have the same mean and rstd: element number e
+            has entry (e div inner) mod (number of entries). None if x is laid out differently.
+        shape: the shape in which mean and rstd broadcast to x; None for their own.
+    """
+
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+    inner: int | None
+    shape: tuple[int, ...] | None = None
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalized x, at least in float32."""
+        mean, rstd = self.mean, self.rstd
+        if self.shape is not None:
+            mean, rstd = None if mean is None else mean.view(self.shape), rstd.view(self.shape)
+        if mean is not None:
+            x = x.to(rstd.dtype) - mean
+        return (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
+
+
 def usual_features(dims: int) -> tuple[int, ...]:
     """Return the feature dimensions of a tensor with so many dimensions: an image's channels, or the last one."""
     if dims > 3:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,44 +19,59 @@ from fewbit.runtime.quantizers.spec import (
     products_of,
 )
 from fewbit.runtime.saved.context import current
-from fewbit.runtime.saved.sharing import FIXED_POINT, place_of
+from fewbit.runtime.saved.sharing import FIXED_POINT, SharedCopies, place_of
 
 
-def copies_of(x: Tensor) -> list[tuple]:
-    """Return (key, copy) of each copy of x that layers of the running model share, as `SharedCopies.put` received them."""
+class CopiesOfInput(NamedTuple):
+    """The copies of a tensor x that layers share, as pairs (key, copy), from which functions of x are computed again."""
+
+    shared: SharedCopies
+    copies: list[tuple]
+
+    def share(self, y: Tensor, place: tuple | None, function: Callable, *others: Tensor) -> None:
+        """Let later layers that would save y compute function(x, *others) in their backward pass.
+
+        Args:
+            y: the result of the function.
+            place: `place_of` y.
+            function: a function that can be pickled.
+            *others: tensors that are saved unchanged.
+        """
+        for key, copy in self.copies:
+            make = partial(_computed, copy, function, others, y.dtype)
+            self.shared.put(y, place, key, make)
+
+
+def copies_of(x: Tensor) -> CopiesOfInput | None:
+    """Return the copies of x that layers of the running model share, or None."""
     context = current()
-    if context is None or not context.shares_results:
-        return []
-    copies = context.saving(x).shared
-    if copies is None or not copies.keys:
-        return []
-    entries = copies.entries(place_of(x))
+    return None if context is None else copies_in(context, context.saving(x).shared, x)
+
+
+def copies_in(context, shared: SharedCopies | None, x: Tensor) -> CopiesOfInput | None:
+    """Return the copies of x that layers of a model share now, or None."""
+    if shared is None or not shared.keys or not context.shares_results:
+        return None
+    entries = shared.entries(place_of(x))
     if entries:
-        return [(key, copy) for key, copy in entries.items() if key != FIXED_POINT]
-    if copies.has_linear and not in_checkpoint():
-        again = linear_results.traced(x, copies.get_linear)
-        return [] if again is None else [(key, again) for key in copies.keys]
-    return []
-
-
-def share(found: list[tuple], y: Tensor, changes: int, function: Callable, *others: Tensor) -> None:
-    """Let later layers that would save y compute function(x, *others) in their backward pass.
-
-    `found` is the result of `copies_of` for x, `changes` is as in `sharing.place_of`, the function can be pickled, and
-    `others` are saved unchanged.
-    """
-    context = current()
-    for key, copy in found:
-        put(context, key, y, changes, partial(_computed, copy, function, others, y.dtype))
+        found = [(key, copy) for key, copy in entries.items() if key != FIXED_POINT]
+        return CopiesOfInput(shared, found)
+    if shared.has_linear and not in_checkpoint():
+        again = linear_results.traced(x, shared.get_linear)
+        if again is not None:
+            return CopiesOfInput(shared, [(key, again) for key in shared.keys])
+    return None
 
 
 def share_result(
     quantizer, y: Tensor, function: Callable, copies: tuple[SavedTensors, ...], changes: int = 0
 ) -> None:
-    """Let later layers compute a layer's result y from the layer's copies of its inputs, as in `share`."""
+    """Let later layers compute a layer's result y from the layer's copies of its inputs; `changes`: as in `place_of`."""
     if _can_share(quantizer, y, copies):
         make = partial(computed_from, function, copies, y.dtype)
-        put(quantizer.context, quantizer.key, y, changes, make)
+        shared = quantizer.context.saving(y).shared
+        if shared is not None:
+            shared.put(y, place_of(y, changes), quantizer.key, make)
 
 
 def _can_share(quantizer, y: Tensor, copies: tuple[SavedTensors, ...]) -> bool:
@@ -98,13 +114,6 @@ def again(quantizer, x: Tensor) -> SavedTensors | None:
         return None
     shared = quantizer.context.saving(x).shared
     return None if shared is None else linear_results.traced(x, shared.get_linear)
-
-
-def put(context, key: tuple, y: Tensor, changes: int, make: Callable) -> None:
-    """Share what `make` returns if a layer with the settings `key` would save y."""
-    shared = context.saving(y).shared
-    if shared is not None:
-        shared.put(y, place_of(y, changes), key, make)
 
 
 def _computed(copy, function: Callable, others: tuple[Tensor, ...], dtype) -> SavedTensors | None:

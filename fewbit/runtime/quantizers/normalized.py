@@ -1,7 +1,6 @@
 """The quantized copies of a norm's normalized input x~ = (x - mean) rstd, and the norm's result y = x~ weight + bias.
 
-y is linear in x~, so values of y dequantized from such a copy are exact in expectation too. `inner`, `mean` and `rstd`
-are as in `Quantizer.quantize_normalized`.
+y is linear in x~, so values of y dequantized from such a copy are exact in expectation too.
 """
 
 from __future__ import annotations
@@ -94,12 +93,12 @@ def _result_copy(saved: SavedTensors, weight, bias, dtype, channels, before) -> 
     return SavedTensors((*saved.tensors, weight, bias), spec, None, saved.is_observed)
 
 
-def save_copies(x, mean, rstd, inner, copies, quantizer, features=None):
+def save_copies(x, statistics, copies, quantizer, features=None):
     """Quantize x~ once, or twice with independent rounding. The second copy may be None."""
-    first = quantizer.quantize_normalized(x, mean, rstd, inner, features)
+    first = quantizer.quantize_normalized(x, statistics, features)
     if copies == 1:
         return first, None
-    return first, quantizer.quantize_normalized(x, mean, rstd, inner, features)
+    return first, quantizer.quantize_normalized(x, statistics, features)
 
 
 def batch_norm_gradients(spec, saved, inner, grad, rstd, weight, needs_input):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fewbit.runtime.format import layout
+from fewbit.runtime.format.channels import Statistics
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.ops import fixed_point
@@ -88,24 +89,22 @@ class PreActivationSpec(NamedTuple):
         return self.fixed.result(tensors, dtype or self.dtype, self.slope)
 
 
-def can_save_fixed_point(quantizer, x, rstd, weight, bias, copies: int) -> bool:
+def can_save_fixed_point(x, rstd, weight, bias, copies: int) -> bool:
     """Return whether a norm can save a fixed-point copy.
 
-    It cannot if `quantizer.fuse` is false, if it needs two independent copies, if a compiler traces, or if `rstd` has a
-    16-bit dtype.
+    It cannot if it needs two independent copies, if a compiler traces, or if `rstd` has a 16-bit dtype.
     """
-    if not quantizer.fuse or copies != 1 or rstd.dtype.itemsize <= 2:
+    if copies != 1 or rstd.dtype.itemsize <= 2:
         return False
     return all(tensor is None or is_eager(tensor) for tensor in (x, weight, bias))
 
 
-def save_fixed_point(
-    quantizer, x, y, mean, rstd, inner: int | None, weight, bias, channels: int | None
-):
+def save_fixed_point(quantizer, x, y, statistics: Statistics, weight, bias, channels: int | None):
     """Save x~ as a fixed-point copy, and share it as the copy of y. Return the SavedTensors of x~.
 
     Weight and bias lie along dimension `channels` of y, or for None along the last ones.
     """
+    mean, rstd, inner, _ = statistics
     of_channels = _inner_of(y, channels)
     result = y.detach()
     if of_channels is None:
@@ -116,7 +115,7 @@ def save_fixed_point(
         dtype, source, normalize = torch.float32, x, (flat(mean), flat(rstd), inner)
     else:
         dtype = torch.promote_types(rstd.dtype, torch.float32)
-        values = ((x.detach().to(dtype) - mean) * rstd).to(torch.promote_types(dtype, y.dtype))
+        values = statistics.normalized(x.detach().to(dtype)).to(torch.promote_types(dtype, y.dtype))
         source, normalize = layout.bring_to(values, result.stride()), None
         result = result.to(source.dtype)
     grid = fixed_point.grid_of(weight, bias, quantizer.bits, x.device)

@@ -25,7 +25,7 @@ from fewbit.config import (
 )
 from fewbit.runtime import backends
 from fewbit.runtime.format import layout
-from fewbit.runtime.format.channels import Normalization, channels_of, count_of
+from fewbit.runtime.format.channels import Normalization, Statistics, channels_of, count_of
 from fewbit.runtime.interop.checkpoint import top_hooks
 from fewbit.runtime.interop.compiler_tracing import notify_traced
 from fewbit.runtime.interop.tensor_kinds import (
@@ -311,17 +311,16 @@ class Quantizer:
         return self.quantize(x, not is_one, slot=len(others), features=features)
 
     def quantize_normalized(
-        self, x, mean, rstd, inner: int | None, features: tuple[int, ...] | None = None
+        self, x, statistics: Statistics, features: tuple[int, ...] | None = None
     ) -> SavedTensors:
-        """Return a quantized copy of (x - mean) rstd, the normalized input of a norm layer, that is not shared.
+        """Return a quantized copy of the normalized input of a norm layer, that is not shared.
 
         Args:
-            x: a floating tensor of any shape and strides.
-            mean: the means, which broadcast to x; None if the norm subtracts no mean.
-            rstd: the reciprocal standard deviations, which broadcast to x.
-            inner: as in `channels.Normalization`; None if x is laid out differently.
+            x: the input of the norm, a floating tensor of any shape and strides.
+            statistics: those of x.
             features: as in `quantize`.
         """
+        mean, rstd, inner, _ = statistics
         is_usual = is_plain(x)
         if not is_usual:
             x = has_arrived(x)
@@ -341,9 +340,7 @@ class Quantizer:
                 copy = self._quantize_traced(x, kind, self._channels_of(x, kind, features))
                 return copy._replace(spec=copy.spec._replace(dtype=torch.float32))
         channels = self._channels_of(x, kind, features)
-        if mean is not None:
-            x = x.to(rstd.dtype) - mean
-        x = (x * rstd).to(torch.promote_types(rstd.dtype, torch.float32))
+        x = statistics.normalized(x)
         if not is_plain(x):
             return self._quantize_traced(x, kind, channels)
         stride = None if x.is_contiguous() else layout.by_sample_stride(x)

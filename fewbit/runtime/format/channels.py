@@ -44,8 +44,7 @@ class Statistics(NamedTuple):
     Attributes:
         mean: the means; None if the norm subtracts no mean.
         rstd: the reciprocal standard deviations.
-        inner: the number of elements, one after the other in memory, that have the same mean and rstd: element number e
-            has entry (e div inner) mod (number of entries). None if x is laid out differently.
+        inner: as in `Normalization`; None if x is laid out differently.
         shape: the shape in which mean and rstd broadcast to x; None for their own.
     """
 

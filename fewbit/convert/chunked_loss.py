@@ -9,6 +9,7 @@ from fewbit.errors import InputError
 from fewbit.functional.chunked_logits import ChunkedLogits
 from fewbit.runtime.interop.own_forward import OwnForward
 from fewbit.runtime.interop.tensor_kinds import is_eager
+from fewbit.runtime.parallel.process_groups import is_sharded
 
 
 def chunk_loss_(model: nn.Module, head: str) -> None:
@@ -17,7 +18,8 @@ def chunk_loss_(model: nn.Module, head: str) -> None:
     The head is the linear layer that computes the logits. In training, its result stands for logits that are not computed yet.
     `torch.nn.functional.cross_entropy` of it, in the model or in the training loop, is `fewbit.functional.linear_cross_entropy`
     of the head's input. Rows may be selected, and the logits viewed or converted to another dtype, before. Any other function
-    computes the logits first, and so does the head in evaluation, without gradients, and in compiled code.
+    computes the logits first. In evaluation, without gradients, in compiled code, and if `fully_shard` divides the head apart
+    from its model, the head computes the logits at once.
 
     Args:
         model: a model. `fewbit.compress_` may convert it before or after.
@@ -66,5 +68,7 @@ class _HeadForward(OwnForward):
         if not (head.training and torch.is_grad_enabled() and is_usual and x.dim() > 1):
             return self.original(x)
         if torch.compiler.is_compiling() or not (x.requires_grad or head.weight.requires_grad):
+            return self.original(x)
+        if is_sharded(head):  # its weight is there in its own forward only
             return self.original(x)
         return ChunkedLogits.of(x, head)

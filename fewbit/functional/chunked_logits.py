@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as torch_functional
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from fewbit.errors import GradientError
 from fewbit.functional.losses import linear_cross_entropy
+from fewbit.runtime.interop.tensor_kinds import is_eager
+from fewbit.runtime.parallel.process_groups import running_replica
 
 _FACTS = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.is_floating_point, Tensor.is_complex,
     Tensor.element_size, Tensor.stride, Tensor.is_contiguous, Tensor.__len__, Tensor.get_device, torch.is_floating_point,
     torch.numel, torch.is_complex, torch.is_tensor,
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda",
-      "is_leaf", "grad_fn", "is_sparse", "is_quantized", "is_nested", "is_meta", "is_mps", "is_xpu", "itemsize", "_backward_hooks")),
+      "is_leaf", "grad_fn", "_base", "is_sparse", "is_quantized", "is_nested", "is_meta", "is_mps", "is_xpu", "itemsize", "_backward_hooks")),
 }  # fmt: skip
 """Functions and attributes that do not read values."""
 _CONVERSIONS = {
@@ -41,6 +45,8 @@ class ChunkedLogits(Tensor):
         made: computes these logits from those of all rows; None if these are the logits of all rows.
         root: the logits of all rows.
         autocast: the state of autocast in which the layer was called, as `_autocast` returns it.
+        hooks: FSDP's hooks, which call for the weights before the backward pass.
+        replica: the DistributedDataParallel that looks for gradients in the graphs of the model's outputs, or None.
     """
 
     is_chunked = True
@@ -50,6 +56,8 @@ class ChunkedLogits(Tensor):
     root: ChunkedLogits
     made: Callable[[Tensor], Tensor] | None
     autocast: tuple[bool, torch.dtype]
+    hooks: OrderedDict[int, Callable]
+    replica: nn.Module | None
     _full: Tensor | None
 
     @staticmethod
@@ -67,17 +75,48 @@ class ChunkedLogits(Tensor):
         )
         found.hidden, found.layer, found.made, found._full = hidden, layer, made, None
         found.root, found.autocast = found if root is None else root, autocast
+        if root is None:
+            found.hooks, found.replica = OrderedDict(), _searching_replica()
         return found
 
     def computed(self) -> Tensor:
         """Return the logits as an ordinary tensor."""
         root = self.root
-        if root._full is None:
+        full = root._full
+        if full is None:
             is_on, dtype = self.autocast
             with torch.autocast(root.hidden.device.type, dtype, enabled=is_on):
-                layer = root.layer
-                root._full = torch_functional.linear(root.hidden, layer.weight, layer.bias)
-        return root._full if self.made is None else self.made(root._full)
+                layer = root._checked_layer()
+                full = torch_functional.linear(root.hidden, layer.weight, layer.bias)
+            if (
+                full.requires_grad
+            ):  # else it is a metric within torch.no_grad, and a loss may follow
+                root._full = root._hooked(full)
+        return full if self.made is None else self.made(full)
+
+    def _checked_layer(self) -> nn.Linear:
+        """Return the layer, or raise GradientError if a gradient with its weight would be lost."""
+        layer, root = self.layer, self.root
+        if not is_eager(layer.weight):
+            raise GradientError(
+                "chunk_loss_: expected the weight of the head to be there when the loss is computed, got a shard; compute the loss "
+                "in the module that fully_shard divides, or call fewbit.unchunk_loss_(model)"
+            )
+        if torch.is_grad_enabled() and root.replica is not _searching_replica():
+            raise GradientError(
+                "chunk_loss_: expected a loss that the model computes, because DistributedDataParallel has find_unused_parameters or "
+                "static_graph, got logits that are read outside; call fewbit.unchunk_loss_(model)"
+            )
+        return layer
+
+    def _takes(self, hook: Callable) -> bool:
+        """Return whether a hook can be that of a loss, because it does not read the gradient."""
+        return self.root._full is None and hook.__module__.startswith("torch.distributed.fsdp.")
+
+    def _hooked(self, result: Tensor) -> Tensor:
+        for hook in self.root.hooks.values():
+            result.register_hook(hook)
+        return result
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -87,6 +126,10 @@ class ChunkedLogits(Tensor):
                 return function(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, ChunkedLogits):
+            if function is Tensor.register_hook and first._takes(args[1]):
+                handle = RemovableHandle(first.root.hooks)
+                first.root.hooks[handle.id] = args[1]
+                return handle
             found = first._derived(function, args, kwargs)
             if found is not None:
                 return found
@@ -145,17 +188,26 @@ class ChunkedLogits(Tensor):
             or self.autocast != _autocast(self.device.type)
         ):
             return None
-        return linear_cross_entropy(
+        layer = self._checked_layer()
+        loss = linear_cross_entropy(
             self.hidden,
-            self.layer.weight,
+            layer.weight,
             target,
-            linear_bias=self.layer.bias,
+            linear_bias=layer.bias,
             weight=weight,
             reduction=reduction,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             logits_dtype=self.dtype,
         )
+        return self._hooked(loss)
+
+
+def _searching_replica() -> nn.Module | None:
+    """Return the DistributedDataParallel whose forward runs, if it looks for parameters in the graphs of its outputs."""
+    active = running_replica()
+    searches = active is not None and (active.find_unused_parameters or active.static_graph)
+    return active if searches else None
 
 
 def _autocast(device: str) -> tuple[bool, torch.dtype]:

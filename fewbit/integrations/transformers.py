@@ -24,6 +24,7 @@ from fewbit.errors import InputError
 from fewbit.integrations.first_batch import first_batch
 from fewbit.planning.fit import fit_
 from fewbit.planning.processes import DDP, SHARDED
+from fewbit.runtime.parallel.process_groups import is_sharded
 from fewbit.runtime.saved.bit_policy import SAMPLES
 from fewbit.runtime.saved.context import contexts_of
 from fewbit.sizes import counted
@@ -107,7 +108,7 @@ class FewbitCallback(TrainerCallback, ExportableState):
                 f"expected a compressed model, got one of model_init: the checkpoint has no {', '.join(self._missing)}; "
                 "resume with restore_callback_states_from_checkpoint=False"
             )
-        wrapped = [type(module).__name__ for module in modules if _is_sharded(module)]
+        wrapped = [type(module).__name__ for module in modules if is_sharded(module)]
         if wrapped:
             raise InputError(
                 f"expected a model that is compressed before it is sharded, got {wrapped[0]}; with model_init and FSDP, "
@@ -235,7 +236,3 @@ def _lost_savings(model, args) -> Iterator[str]:
 
 def _is_current(controller: Controller) -> bool:
     return any(context is controller.context for context in contexts_of(controller.model))
-
-
-def _is_sharded(module) -> bool:
-    return any(cls.__module__.startswith("torch.distributed.fsdp") for cls in type(module).__mro__)

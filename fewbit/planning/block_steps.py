@@ -10,9 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from fewbit.analysis.gradients import explained, tensors_of
 from fewbit.analysis.unchanged import unchanged
 from fewbit.planning.fake_steps import FakeTraining, loss_of_output
-from fewbit.planning.processes import ALONE, Processes, ShardedWeights
+from fewbit.planning.processes import ALONE, Processes
 from fewbit.planning.real_steps import RealSteps
 from fewbit.planning.settings import Settings
+from fewbit.planning.sharding import ShardedWeights
 from fewbit.planning.timeline import ENTER, STEP, Timeline
 from fewbit.planning.watching import watched
 from fewbit.runtime.saved.context import measuring
@@ -22,6 +23,7 @@ class OptimizerBytes:
     """The memory of an optimizer in bytes, measured in steps on fake tensors.
 
     Attributes:
+        weights: All parameters.
         gradients: The gradients of all parameters.
         step: All that exists during its step, without the state: weights, gradients, temporary tensors.
     """
@@ -37,6 +39,7 @@ class OptimizerBytes:
         self.name = training.optimizer_name
         self.state, self.gradients = training.state_bytes, training.gradient_bytes
         self.step = most - self.state
+        self.weights = sum(p.nbytes for p in model.parameters())
 
     def update(self, sample, processes: Processes = ALONE) -> int:
         """Return the bytes of one process during the optimizer's step with this batch."""
@@ -48,10 +51,10 @@ class OptimizerBytes:
 class _OfProcess:
     """Computes the timeline of one process from that of the whole model."""
 
-    def __init__(self, model, blocks, processes: Processes, accumulates, gradients):
-        self._buckets, self._accumulates = processes.buckets(gradients), accumulates
+    def __init__(self, model, blocks, memory: OptimizerBytes, accumulates, processes: Processes):
+        self._buckets, self._accumulates = processes.buckets(memory.gradients), accumulates
         self._sharded = (
-            ShardedWeights(model, blocks, processes.shards) if processes.shards > 1 else None
+            ShardedWeights(model, blocks, memory, processes) if processes.shards > 1 else None
         )
 
     def __call__(self, whole: Timeline) -> Timeline:
@@ -65,9 +68,8 @@ class RealBlockSteps(RealSteps):
 
     Args:
         model, blocks, sample, loss: as in `examine`.
-        state: the bytes of the optimizer's state.
+        memory: the bytes of the optimizer.
         accumulates: whether gradients exist before the step.
-        gradients: the bytes of all gradients.
 
     Attributes:
         latest: the gradient of the latest step of `timeline_of`, a list of tensors.
@@ -76,18 +78,19 @@ class RealBlockSteps(RealSteps):
     latest: list[torch.Tensor] | None = None
 
     def __init__(
-        self, model, blocks, sample, loss, state: int, accumulates: bool, processes: Processes, gradients
+        self, model, blocks, sample, loss, memory: OptimizerBytes, accumulates: bool, processes: Processes
     ):  # fmt: skip
         super().__init__(model, loss or loss_of_output, 0)
         self.blocks, self.sample = list(blocks), sample
-        self._state, self._accumulates = state, accumulates
-        self._of_process = _OfProcess(model, self.blocks, processes, accumulates, gradients)
+        # Processes with shards accumulate these, and for a moment have a whole gradient of one batch.
+        self._step = memory.state, accumulates and processes.shards == 1
+        self._of_process = _OfProcess(model, self.blocks, memory, accumulates, processes)
 
     def timeline_of(self, settings: Settings, always: bool = False) -> Timeline:
         """Return the timeline of a step. `always` is that of `Settings.apply`."""
         # Without the context of compress_, regions draw seeds from torch's generator, and dropout draws other masks.
         settings.apply(self.model, always)
-        found, self.latest = self.timeline(self.sample, self.blocks, self._state, self._accumulates)
+        found, self.latest = self.timeline(self.sample, self.blocks, *self._step)
         return self._of_process(found)
 
     def timed(self) -> tuple[float, np.ndarray]:
@@ -113,14 +116,15 @@ class FakeBlockSteps:
         on_gpu: whether attention takes the memory that it takes on a GPU.
     """
 
-    def __init__(
-        self, model, paths, sample, loss, state, accumulates, processes, gradients, on_gpu
-    ):
+    def __init__(self, model, paths, sample, loss, memory, accumulates, processes, on_gpu):
         self._model, self._paths, self._sample, self._loss = model, list(paths), sample, loss
-        self._extra = {"optimizer": state, "gradients": gradients if accumulates else 0}
+        self._extra = {
+            "optimizer": memory.state,
+            "gradients": memory.gradients if accumulates else 0,
+        }
         self._on_gpu = on_gpu
         blocks = [model.get_submodule(path) for path in paths]
-        self._of_process = _OfProcess(model, blocks, processes, accumulates, gradients)
+        self._of_process = _OfProcess(model, blocks, memory, accumulates, processes)
 
     def timeline_of(self, settings: Settings) -> Timeline:
         """Return the timeline of a step."""

@@ -215,7 +215,7 @@ def examine(
     blocks = find_blocks(model, which)
 
     def steps_for(paths):
-        arguments = sample, loss, memory.state, accumulates, processes, memory.gradients
+        arguments = sample, loss, memory, accumulates, processes
         if is_real:
             return RealBlockSteps(model, [blocks[path] for path in paths], *arguments)
         return FakeBlockSteps(model, paths, *arguments, is_gpu(device))

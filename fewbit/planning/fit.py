@@ -19,12 +19,14 @@ from fewbit.convert.swap import restore_
 from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
 from fewbit.planning.block_steps import OptimizerBytes
+from fewbit.planning.blocks import find_blocks
 from fewbit.planning.choose import Part, choose, peak_of, totals
 from fewbit.planning.examination import Examination, examine, is_gpu
 from fewbit.planning.fastest_fit import FastestFit, FrontPoint, rows_of
 from fewbit.planning.fits import capacity_of
 from fewbit.planning.processes import Processes
 from fewbit.planning.settings import Option, Rest, Settings
+from fewbit.planning.sharding import mixed_precision
 from fewbit.render import terminal
 from fewbit.render.formats import amount, digits, module_name
 from fewbit.text import shorten
@@ -52,7 +54,7 @@ def fit_(
     error: float = ERROR,
     blocks: str | Iterable[str] | None = None,
     accumulates: bool = False,
-    parallel: str | None = None,
+    parallel=None,
     progress: bool = True,
     verbose: bool = True,
 ) -> FastestFit:
@@ -77,8 +79,8 @@ def fit_(
         blocks: Glob patterns of the paths of the blocks. None: the modules of lists in which modules repeat.
         accumulates: Whether gradients of earlier batches exist when a step begins (gradient accumulation).
         parallel: "ddp" or "fsdp" if all processes of torch.distributed call `fit_` and then wrap the model: in
-            DistributedDataParallel, or by `fully_shard` of each block and of the model. The peak is then that of a process, and
-            all processes take the same choice.
+            DistributedDataParallel, or by `fully_shard` of each block and of the model. A MixedPrecisionPolicy stands for
+            "fsdp" with this policy. The peak is then that of a process, and all processes take the same choice.
         progress: Whether to show a bar on standard error after two seconds.
         verbose: Whether to print the result.
 
@@ -154,13 +156,14 @@ def _chosen(
             restore_(model)
             return look(is_real=False)
 
-    found = processes.together(examined)
-    found.agree()
-    search = Search(found, error)
-    chosen = search.fastest(capacity)
-    if chosen is None:
-        raise InputError(_shortage(search, sample, capacity))
-    return _result(search, chosen, model, sample, capacity)
+    with mixed_precision([*find_blocks(model, blocks).values(), model], processes.precision):
+        found = processes.together(examined)
+        found.agree()
+        search = Search(found, error)
+        chosen = search.fastest(capacity)
+        if chosen is None:
+            raise InputError(_shortage(search, sample, capacity))
+        return _result(search, chosen, model, sample, capacity)
 
 
 class Chosen:

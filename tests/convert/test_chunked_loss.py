@@ -82,6 +82,25 @@ def test_losses_and_gradients_are_those_of_torch(name):
     torch.testing.assert_close(logits + 0, model(x))
 
 
+def test_a_metric_before_the_loss():
+    """Logits that are read without gradients do not replace those of the loss, which stays chunked."""
+    (model, x), flat = language(), LOSSES["flat"][0]
+    value, gradient = step(model, lambda: flat(model(x), x))
+    fewbit.chunk_loss_(model, "head")
+
+    def measured():
+        logits = model(x)
+        with torch.no_grad():
+            assert logits.argmax(-1).shape == x.shape
+        loss = flat(logits, x)
+        assert logits._full is None
+        return loss
+
+    found, other = step(model, measured)
+    assert found == pytest.approx(value, rel=1e-6)
+    assert (other - gradient).norm() <= 1e-5 * gradient.norm()
+
+
 def test_logits_are_never_whole(monkeypatch):
     """The step takes less than one matrix of logits, the gradients included; torch's takes more than two."""
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ import sys
 from typing import NamedTuple
 
 from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 
 class ProcessGroups(NamedTuple):
@@ -33,16 +34,22 @@ def is_distributed_run() -> bool:
     return _IS_AVAILABLE and distributed.is_initialized()
 
 
+def running_replica() -> DistributedDataParallel | None:
+    """Return the DistributedDataParallel whose forward pass runs, or None."""
+    return DistributedDataParallel._active_ddp_module
+
+
+def is_sharded(module) -> bool:
+    """Return whether FSDP has wrapped or sharded a module."""
+    return any(cls.__module__.startswith("torch.distributed.fsdp") for cls in type(module).__mro__)
+
+
 def process_groups(module) -> ProcessGroups:
     """Return the groups of processes that run the module's forward pass, if `is_distributed_run()`.
 
     `data` is that of DistributedDataParallel or of the mesh of `fully_shard`; `tensor` those of DTensors' other meshes.
     """
-    from torch.nn.parallel import DistributedDataParallel
-
-    running = DistributedDataParallel._active_ddp_module
-    if isinstance(module, DistributedDataParallel):
-        running = module
+    running = module if isinstance(module, DistributedDataParallel) else running_replica()
     data = _sharded_over(module) if running is None else (running.process_group,)
     names = {group.group_name for group in data}
     tensor = [group for group in _meshes_of(module) if group.group_name not in names]

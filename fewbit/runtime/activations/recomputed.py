@@ -45,7 +45,7 @@ def keeps_copy(x: Tensor, function: str) -> bool:
 
     Codes take fewer bytes for parameters, such as a temperature, and for a few elements.
     """
-    if function in TWO_VALUED or isinstance(x, torch.nn.Parameter):
+    if function in TWO_VALUED or (type(x) is not Tensor and isinstance(x, torch.nn.Parameter)):
         return False
     return x.numel() >= LEAST_FEATURES
 

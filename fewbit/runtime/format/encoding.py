@@ -197,5 +197,10 @@ def _parse(text: str) -> Encoding:
 @constant
 def mask_text(factor: float) -> str:
     """Return the text of an encoding that packs a 0/1 mask and decodes it as 0 and `factor`."""
+    return _mask_text(factor)
+
+
+@lru_cache(maxsize=256)
+def _mask_text(factor: float) -> str:
     document = {"bits": 1, "levels": [0.0, factor], "breaks": [0.5], "codes": [0, 1]}
     return json.dumps(document, separators=(",", ":"))

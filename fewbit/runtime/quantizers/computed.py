@@ -14,7 +14,6 @@ from fewbit.runtime.quantizers import linear_results
 from fewbit.runtime.quantizers.copies import unquantized
 from fewbit.runtime.quantizers.spec import (
     SavedTensors,
-    can_be_combined,
     computed_from,
     products_of,
 )
@@ -77,12 +76,10 @@ def share_result(
 def _can_share(quantizer, y: Tensor, copies: tuple[SavedTensors, ...]) -> bool:
     if quantizer.context is None or not quantizer.context.shares_results:
         return False
-    is_usual = type(y) in PLAIN_CLASSES or is_abstract(y)
-    # A compiler's copies have an anchor.
-    if not is_usual:
+    if type(y) not in PLAIN_CLASSES and not is_abstract(y):
         return False
     for copy in copies:
-        if copy.trace_anchor is not None or not can_be_combined(copy):
+        if copy.trace_anchor is not None:  # a compiler's copy
             return False
     return True
 
@@ -118,6 +115,4 @@ def again(quantizer, x: Tensor) -> SavedTensors | None:
 
 def _computed(copy, function: Callable, others: tuple[Tensor, ...], dtype) -> SavedTensors | None:
     copy = copy() if callable(copy) else copy
-    if copy is None or not can_be_combined(copy):
-        return None
-    return computed_from(function, (copy, *map(unquantized, others)), dtype)
+    return copy and computed_from(function, (copy, *map(unquantized, others)), dtype)

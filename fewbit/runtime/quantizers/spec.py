@@ -278,7 +278,7 @@ def computed_from(
 ) -> SavedTensors:
     """Return SavedTensors from which the backward pass computes function(*copies), with dequantized values.
 
-    The function can be pickled, and computes `products` linear layers. Each copy `can_be_combined`.
+    The function can be pickled, and computes `products` linear layers.
     """
     tensors, specs, is_observed = (), (), False
     for copy in copies:
@@ -286,12 +286,6 @@ def computed_from(
         products += products_of(copy)
         is_observed = is_observed or copy.is_observed
     return SavedTensors(tensors, ComputedSpec(function, specs, dtype, products), None, is_observed)
-
-
-def can_be_combined(copy: SavedTensors) -> bool:
-    """Return whether `computed_from` takes this copy: its spec has a `count`."""
-    # Every NamedTuple has the method `count` of tuples.
-    return isinstance(getattr(copy.spec, "count", None), int)
 
 
 def products_of(copy: SavedTensors) -> int:

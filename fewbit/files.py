@@ -22,7 +22,12 @@ def cache_folder(kind: str) -> Path | None:
 
 
 def check_writable(path: str | os.PathLike, force: bool = False) -> None:
-    """Check that `write_atomic` can write a file, or raise its exceptions, before the data is computed."""
+    """Check that `write_atomic` can write a file, before its data is computed.
+
+    Raises:
+        OutputExistsError: The path exists, and `force` is false.
+        FewbitError: The path is not a regular file, or its directory does not exist or is not writable.
+    """
     target = _target_of(path, force)
     if not target.parent.is_dir():
         raise FewbitError(f"{path}: expected a path in an existing directory")
@@ -33,9 +38,10 @@ def check_writable(path: str | os.PathLike, force: bool = False) -> None:
 def write_atomic(
     path: str | os.PathLike, data: str | bytes, force: bool = False, *, follow_links: bool = True
 ) -> None:
-    """Write a file completely or not at all, by a temporary file in the same directory.
+    """Write a file completely or not at all, by a temporary file in the same directory, or raise the exceptions of `check_writable`.
 
-    Without `force` an existing file is never overwritten, even if another process creates it at the same time.
+    Without `force` an existing file is never overwritten, even if another process creates it at the same time. A full disk
+    raises FewbitError.
 
     Args:
         path: The path of the file.
@@ -43,11 +49,6 @@ def write_atomic(
         force: Whether an existing file may be overwritten.
         follow_links: Whether a symbolic link is followed or replaced. Pass False in the cache, where somebody else's link could redirect
             the write.
-
-    Raises:
-        OutputExistsError: The path exists, and `force` is false.
-        FewbitError: The path is not a regular file, its directory does not exist or is not writable, or the disk is
-            full.
     """
     target = _target_of(path, force, follow_links)
     # The temporary file sits beside the target: a rename is atomic only within one file system.

@@ -115,9 +115,6 @@ def measure(
         activation: A key of ``fewbit.models.activations.FACTORIES``, None for the model's own, or ``"paper"``: GELU
             replaces ReLU.
         dropout: Whether dropout is on. In the paper it is off.
-
-    Raises:
-        FewbitError: The name is unknown, or the model does not accept the size.
     """
     name = models.resolve(name)
     if not isinstance(batch, int) or batch < 1:
@@ -347,16 +344,8 @@ def memory(
 ) -> MemoryReport:
     """Measure one or several models, and compute their largest batches by the formulas of appendix B.
 
-    Args:
-        names: Names of models; None: every model.
-        bits: Bits per element of few-bit activations, each from 1 to 8.
-        device_bytes: The memory of the device in bytes.
-        image_size: The side of the images in pixels.
-        sequence_length: The number of tokens, for models of text.
-        batch: The number of samples in the measured forward.
-        activation: As in `measure`.
-        dropout: As in `measure`.
-        progress: Called as ``progress(what, done, total)`` before each measurement.
+    The arguments are the options of `fewbit memory` (docs/reference/cli.md); `names` None stands for all models. `progress`, if given, is
+    called as ``progress(what, done, total)`` before each measurement.
     """
     names = [models.resolve(name) for name in names or models.names()]
     names = list(dict.fromkeys(names))

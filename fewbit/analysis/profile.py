@@ -135,7 +135,6 @@ class VarianceProfile(Document):
 
     @property
     def title(self) -> str:
-        """One line with the main results."""
         return (
             f"{self._name_and_bits}: sampling variance is {self.sampling_ratio:.3g} times quantization "
             f"variance, {100 * self.own_share:.0f}% of which comes from modules' own contexts"

@@ -123,7 +123,7 @@ class SavedBytes(Result):
         """Return {path of a module: bytes}, largest first. The sum is `total`.
 
         Args:
-            depth: Cut paths to this number of parts, so that a module includes the modules inside it.
+            depth: Cut paths to this number of parts, so that a module includes those inside it.
 
         Raises:
             FewbitError: `depth` is neither None nor an integer of at least 0.

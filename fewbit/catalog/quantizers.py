@@ -88,11 +88,7 @@ def compare_quantizers(
     *,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> QuantizerComparison:
-    """Compute and measure the relative squared errors of quantizers of normal numbers.
-
-    Args:
-        bits: The numbers of bits, 1 to 8.
-        progress: Called as `progress(stage, done, total)`.
+    """Compute and measure the relative squared errors of quantizers with these numbers of bits, 1 to 8, of normal numbers.
 
     Raises:
         FewbitError: A number of bits is out of range.

@@ -95,8 +95,7 @@ class Controller:
         gradients. With ErrorBound, a BoundWarning says that the ratio exceeds 1 + e2 by more than three standard errors.
 
         Args:
-            batch: a tensor, or a tuple or mapping of tensors, with samples in dimension 0. A list, or another iterable,
-                is several batches.
+            batch: one batch or several, as in `fewbit.plan`.
             loss: called as ``loss(model, batch)`` with a copy of the model; returns a scalar tensor.
             draws: the number of passes over each batch with independent rounding, at least 2.
             seed: the seed of dropout.

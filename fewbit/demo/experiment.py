@@ -64,15 +64,9 @@ def run_demo(
 ) -> Demo:
     """Train the transformer with exact layers, with few-bit GELUs, and with all layers compressed, each from the seeds 0, 1, ...
 
-    Args:
-        bits: Bits per element, each of an arm with few-bit GELUs.
-        everything: Bits per element, each of an arm whose model `compress_` converts.
-        average: Average bits, each of an arm at level L3 of ActNN (`AdaptiveBits`).
-        seeds: The number of seeds.
-        settings: The settings of every training; by default those of benchmarks/results/demo.json.
-        corpus: The text; by default the help texts that come with Python.
-        progress: Called as `progress(name of the arm, steps done, steps in all)`.
-        processes: The number of trainings at a time, each with one thread, on which losses do not depend.
+    `bits`, `everything`, `average` and `seeds` are options of `fewbit demo` (docs/reference/cli.md). `settings` are by default those of
+    benchmarks/results/demo.json. `progress` is called as `progress(name of the arm, steps done, steps in all)`. `processes` trainings run at a
+    time, each with one thread, on which losses do not depend.
 
     Raises:
         InputError: A number is out of range.

@@ -31,7 +31,7 @@ def run_all(
     Args:
         work: Calls `step(steps done)` after each step of the task; picklable for several processes.
         tasks: The tasks, started in reverse order, so the slowest should be last.
-        processes: The number of processes. With 1 the tasks run in this process, in order.
+        processes: With 1 the tasks run in this process, in order.
         progress: Called in this process as `progress(index of a task, steps done in it)`.
     """
     if processes == 1:

@@ -60,12 +60,10 @@ class Arm:
 
     @property
     def mean(self) -> float:
-        """The mean final loss."""
         return statistics.fmean(self.finals)
 
     @property
     def std(self) -> float | None:
-        """Their sample standard deviation over seeds; None for one seed."""
         return statistics.stdev(self.finals) if len(self.runs) > 1 else None
 
     def differences(self, exact: Arm) -> list[float]:
@@ -115,17 +113,14 @@ class Demo(Result):
 
     @property
     def exact(self) -> Arm:
-        """The arm with torch's activations."""
         return self.arms[0]
 
     @property
     def seeds(self) -> int:
-        """The number of seeds."""
         return len(self.exact.runs)
 
     @property
     def seconds(self) -> float:
-        """The seconds of all trainings together."""
         return sum(arm.seconds for arm in self.arms)
 
     @property

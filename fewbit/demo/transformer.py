@@ -35,11 +35,7 @@ class Block(nn.Module):
 class CharTransformer(nn.Module):
     """A transformer that computes logits, (batch, context, vocabulary), of the next characters for characters (batch, context) int64.
 
-    Args:
-        vocabulary: The number of different characters.
-        context: The largest number of characters in a window.
-        width: The width of the residual stream.
-        activation: The class of the activation modules, or a function that makes one.
+    Its sizes are those of `TrainingSettings`. `activation` is the class of the activation modules, or a function that makes one.
     """
 
     def __init__(

@@ -94,14 +94,11 @@ def find_bends(
 ) -> tuple[dict[float, int], Panels]:
     """Find the points at which a derivative of g jumps, besides the known points, between which g is continuous.
 
-    `accuracy` is the largest error of the polynomials relative to the largest |g| (order 0), or of their derivatives relative to the
-    largest derivative (order 1).
+    `accuracy` is the largest error of the polynomials relative to the largest |g| (order 0), or of their derivatives
+    relative to the largest derivative (order 1). If these cannot be so accurate, order 1 raises Unresolved.
 
     Returns:
         ({point: order of the lowest derivative that jumps there, 1 to 3, or 1 if g itself jumps}, the polynomials).
-
-    Raises:
-        Unresolved: With order 1, polynomials cannot approximate the derivative of g closely enough near some x.
     """
     found: dict[float, int] = {}
     extent = domain[1] - domain[0]

@@ -14,11 +14,9 @@ _GENERATORS = "generator", "synchronized_generator"
 
 
 def first_batch(batches, devices=()):
-    """Return the first batch of a data loader. Afterwards, the loader yields the same batches as if nobody had read one.
+    """Return the first batch of a data loader, of torch or accelerate, which then yields the same batches as if nobody had read one.
 
-    Args:
-        batches: a `torch.utils.data.DataLoader`, or one of accelerate.
-        devices: the devices other than the CPU whose random state stays.
+    `devices` are those other than the CPU whose random state stays.
 
     Raises:
         InputError: the data can be read only once, or there is no batch.

@@ -73,11 +73,7 @@ def family(name: str) -> Family:
 
 
 def resolve(name: str) -> str:
-    """Return a model's name in the spelling of `names`, whatever its case, hyphens, underscores and spaces.
-
-    Raises:
-        FewbitError: The name is unknown.
-    """
+    """Return a model's name in the spelling of `names`, whatever its case, hyphens, underscores and spaces. Raise FewbitError for others."""
     known = {_plain(model): model for model in names()}
     found = known.get(_plain(name))
     if found is None:
@@ -94,11 +90,7 @@ def _plain(name):
 
 
 def check_size(name: str, size: int) -> int:
-    """Return `size`, the side of images in pixels or the number of tokens.
-
-    Raises:
-        FewbitError: The model does not accept the size.
-    """
+    """Return `size`, the side of images in pixels or the number of tokens. Raise FewbitError if the model does not accept it."""
     if family(name).is_text:
         from fewbit.models.transformer import LONGEST
 

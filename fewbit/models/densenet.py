@@ -65,12 +65,7 @@ class Transition(nn.Sequential):
 
 
 class DenseNet(nn.Module):
-    """DenseNet, which computes logits (batch, classes) for images (batch, 3, height, width).
-
-    Args:
-        name: A key of `LAYERS`.
-        activation: Returns an activation module.
-    """
+    """DenseNet, which computes logits (batch, classes) for images (batch, 3, height, width). `name` is a key of `LAYERS`."""
 
     def __init__(self, name: str, activation: Callable = relu, classes: int = 1000):
         super().__init__()

@@ -96,12 +96,7 @@ class MBConv(nn.Module):
 
 
 class EfficientNet(nn.Module):
-    """EfficientNet, which computes logits (batch, classes) for images (batch, 3, height, width).
-
-    Args:
-        name: A key of `SCALES`.
-        activation: Returns an activation module.
-    """
+    """EfficientNet, which computes logits (batch, classes) for images (batch, 3, height, width). `name` is a key of `SCALES`."""
 
     def __init__(self, name: str, activation: Callable = silu, classes: int = 1000):
         super().__init__()

@@ -74,12 +74,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet, which computes logits (batch, classes) for images (batch, 3, height, width).
-
-    Args:
-        name: A key of `LAYERS`.
-        activation: Returns an activation module.
-    """
+    """ResNet, which computes logits (batch, classes) for images (batch, 3, height, width). `name` is a key of `LAYERS`."""
 
     def __init__(self, name: str, activation: Callable = relu, classes: int = 1000):
         super().__init__()

@@ -20,12 +20,7 @@ _WIDTHS = (64, 128, 256, 512, 512)
 
 
 class VGG(nn.Module):
-    """VGG, which computes logits (batch, classes) for images (batch, 3, height, width).
-
-    Args:
-        name: A key of `LAYERS`.
-        activation: Returns an activation module.
-    """
+    """VGG, which computes logits (batch, classes) for images (batch, 3, height, width). `name` is a key of `LAYERS`."""
 
     def __init__(self, name: str, activation: Callable = relu, classes: int = 1000):
         super().__init__()

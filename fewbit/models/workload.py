@@ -42,14 +42,9 @@ def workload(
 ) -> Workload:
     """Make the workload of a model. Equal arguments give equal workloads. torch's random state does not change.
 
-    Images are normal noise with random classes, and texts are random tokens: RoBERTa predicts masked tokens, GPT-2 the next ones.
-
-    Args:
-        name: One of `fewbit.models.names()`.
-        batch: The number of samples in a batch; by default 16 images or 4 sequences.
-        size: The side of the images in pixels, or the number of tokens; by default 64.
-        batches: The number of batches.
-        seed: The seed of weights and batches.
+    Images are normal noise with random classes, and texts are random tokens: RoBERTa predicts masked tokens, GPT-2 the next
+    ones. A batch has 16 images or 4 sequences by default; `size` is the side of images in pixels, or the number of tokens
+    (64).
 
     Raises:
         FewbitError: The name is unknown, the model does not accept the size, or a number is below 1.

@@ -166,7 +166,6 @@ class TrainingPlan(Document):
 
     @property
     def title(self) -> str:
-        """The recommended candidate, or the reason why there is none."""
         chosen, best = self.recommended, self.closest
         exact = amount(self.exact_bytes)
         if chosen is not None:
@@ -188,7 +187,6 @@ class TrainingPlan(Document):
 
     @property
     def unit(self) -> tuple[str, int]:
-        """The unit of all sizes: (name, number of bytes)."""
         return unit_of(self.exact_bytes)
 
     def _time(self, row: Planned) -> float:

@@ -50,7 +50,7 @@ class Partition:
         cost: The sum of the segments' costs.
         breaks: int64 (K-1,), ascending; segment k contains the items breaks[k-1] <= i < breaks[k], of the sorted values in form "levels".
         means: float64 (K,), the segments' weighted means; nan for a segment without mass.
-        order: The indices that sort the values if form is "levels" and weights were given, else None.
+        order: The indices that sort the values in form "levels" with weights, else None.
         candidates: The number of positions that the final search tried, summed over breaks; about n K without pruning.
     """
 
@@ -70,7 +70,7 @@ def partition(values, count, weights=None, *, form="levels", prune=True, threads
         weights: float64 (n,), not negative; by default 1.
         form: "levels" to sort the values first, "intervals" to keep their order.
         prune: Whether to prune positions before the exact search. The result is the same.
-        threads: The number of threads; by default the processors of this process.
+        threads: As in `fewbit.solve`.
 
     Raises:
         SolveError: An argument is not as described.

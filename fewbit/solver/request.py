@@ -20,12 +20,7 @@ _LEAST_WIDTH = float(np.finfo(np.float32).tiny)
 def count_levels(bits, levels):
     """Return the largest number of levels and the number of bits of a table.
 
-    Args:
-        bits: 1 to 8, or None for as few bits as `levels` needs.
-        levels: 2 to 256, or None for 2**bits.
-
-    Raises:
-        SolveError: Both are None, one is out of range, or there are more levels than bits allow.
+    `bits` is 1 to 8, or None for as few as `levels` needs; `levels` is 2 to 256, or None for 2**bits. Raises SolveError for others.
     """
     if bits is None and levels is None:
         raise SolveError("bits: expected 1 to 8 (or levels from 2 to 256), got neither")

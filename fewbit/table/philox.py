@@ -17,9 +17,7 @@ _HALF = np.uint64(32)
 def philox4x32(counter, key) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Compute four random uint32 words for every counter, in the broadcast shape.
 
-    Args:
-        counter: Four integers or integer arrays, the least significant word first. Only the low 32 bits are used.
-        key: Two integers or integer arrays. Only the low 32 bits are used.
+    A counter is four integers or integer arrays, the least significant word first, and the key is two. Only the low 32 bits of each are used.
     """
     # Computed in uint64, which has room for the product of two 32-bit words; sums of keys are masked to 32 bits.
     c0, c1, c2, c3 = np.broadcast_arrays(
@@ -45,10 +43,7 @@ def split64(value) -> tuple[np.ndarray, np.ndarray]:
 
 
 def seed_key(seed) -> tuple[np.ndarray, np.ndarray]:
-    """Return the Philox key of a seed.
-
-    Args:
-        seed: An integer in [-2**63, 2**64), modulo 2**64.
+    """Return the Philox key of a seed, an integer in [-2**63, 2**64), modulo 2**64.
 
     Raises:
         TypeError: The seed is not an integer.

@@ -52,10 +52,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Compute torch.nn.functional.scaled_dot_product_attention and save query, key and value quantized.
 
-    The gradients are biased (docs/concepts/layers.md#bias). With dropout, the state of torch's random generator is
-    saved too (5056 bytes on the CPU, 16 on CUDA), from which the backward pass draws the same mask. If the state cannot
-    be read (under torch.compile, during the capture of a CUDA graph, on other devices), and for nested tensors, torch's
-    own function runs. Other arguments are those of torch's function and of `linear`.
+    The gradients are biased (docs/concepts/layers.md#bias). With dropout, the state of torch's random generator is saved
+    too, as in `rrelu`, and the backward pass draws the same mask. For nested tensors, torch's own function runs. Other
+    arguments are those of torch's function and of `linear`.
 
     Args:
         query: (N, ..., Hq, L, E), floating.

@@ -29,11 +29,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import fewbit
 from fewbit.analysis.gradients import Measured, tensors_of
 from fewbit.analysis.meter import identity_of
+from fewbit.planning.block_settings import EXACT, RECOMPUTED, Option, Settings, everywhere
 from fewbit.planning.block_steps import OptimizerBytes
 from fewbit.planning.examination import examine
 from fewbit.planning.fake_steps import loss_of_output
 from fewbit.planning.fit import Search
-from fewbit.planning.settings import EXACT, RECOMPUTED, Option, Settings, everywhere
 
 NAME = "fit"
 SHARES = (0.75, 0.5, 0.25, 0.08)

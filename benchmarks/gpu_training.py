@@ -46,7 +46,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.models import transformer
-from fewbit.models.activations import FACTORIES
+from fewbit.models.activation_names import FACTORIES
 from fewbit.models.resnet import ResNet
 from fewbit.runtime import backends
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import fewbit
-from fewbit.demo.transformer import CharTransformer
+from fewbit.demo.small_transformer import CharTransformer
 from fewbit.models.resnet import ResNet
 from fewbit.planning.fake_steps import FakeTraining
 

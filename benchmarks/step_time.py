@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import fewbit
-from fewbit.demo.transformer import CharTransformer
+from fewbit.demo.small_transformer import CharTransformer
 from fewbit.models.resnet import ResNet
 
 ARMS = ("exact", 2, 4, 8, "L3")

@@ -27,9 +27,10 @@ from fewbit.config import (
     usual_kind,
 )
 from fewbit.errors import InputError
-from fewbit.runtime.format.buffers import FLOATING
+from fewbit.printable import shorten
 from fewbit.runtime.format.channels import channels_of, usual_features
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
+from fewbit.runtime.format.tensor_checks import FLOATING
 from fewbit.runtime.interop.checkpoint import outside_dispatch_modes
 from fewbit.runtime.interop.own_forward import OwnForward
 from fewbit.runtime.interop.tensor_kinds import is_eager
@@ -41,7 +42,6 @@ from fewbit.runtime.regions.runs import FirstRun, Rerun, entered
 from fewbit.runtime.saved.context import current
 from fewbit.runtime.saved.offload import Offload
 from fewbit.runtime.saved.seeds import purpose
-from fewbit.text import shorten
 
 Result = TypeVar("Result")
 

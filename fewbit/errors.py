@@ -1,6 +1,6 @@
 """The exceptions that fewbit raises for bad input. Each message is one line, mostly "expected ..., got ..."."""
 
-from fewbit.text import printable
+from fewbit.printable import printable
 
 
 class FewbitError(ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from fewbit.errors import FewbitError
-from fewbit.text import shorten
+from fewbit.printable import shorten
 
 MB, GB = 2**20, 2**30
 LONGEST_SIZE = 60  # characters

@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, gelu
 
 import fewbit
-from fewbit.convert.functions import FunctionMode
+from fewbit.convert.function_mode import FunctionMode
 from fewbit.demo import text, training
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.saved.context import measuring

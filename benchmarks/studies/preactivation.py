@@ -32,7 +32,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import fewbit
-from fewbit.models.preactivation import DEPTHS, PreActivationBlock, PreActivationResNet
+from fewbit.models.preactivation_resnet import DEPTHS, PreActivationBlock, PreActivationResNet
 from fewbit.runtime.format.encoding import packed_words
 
 BITS = (8, 4, 2)

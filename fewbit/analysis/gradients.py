@@ -19,8 +19,8 @@ from fewbit.analysis.unchanged import unchanged
 from fewbit.convert import kinds
 from fewbit.errors import InputError
 from fewbit.functions.callables import misfit_of
+from fewbit.printable import one_line, shorten
 from fewbit.runtime.interop.module_calls import is_compiled
-from fewbit.text import one_line, shorten
 
 Loss = Callable[[nn.Module, object], torch.Tensor]
 

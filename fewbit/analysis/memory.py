@@ -112,7 +112,7 @@ def measure(
         name: One of the names that `fewbit.models.names` returns.
         size: The side of the images in pixels, or the number of tokens, 256 by default.
         batch: The number of samples.
-        activation: A key of ``fewbit.models.activations.FACTORIES``, None for the model's own, or ``"paper"``: GELU
+        activation: A key of ``fewbit.models.activation_names.FACTORIES``, None for the model's own, or ``"paper"``: GELU
             replaces ReLU.
         dropout: Whether dropout is on. In the paper it is off.
     """
@@ -172,7 +172,7 @@ def freeze_dropout(model):
 
 def _watch_activations(model):
     """Return hooks, and a list to which they append the number of input elements of each call of an activation."""
-    from fewbit.models.activations import is_activation
+    from fewbit.models.activation_names import is_activation
 
     elements = []
 
@@ -184,7 +184,7 @@ def _watch_activations(model):
 
 
 def _nonlinear(model, saved):
-    from fewbit.models.activations import is_activation
+    from fewbit.models.activation_names import is_activation
 
     paths = {path for path, module in model.named_modules() if is_activation(module)}
     return sum(entry.bytes for entry in saved.kept if {entry.module, *entry.shared_with} <= paths)

@@ -10,8 +10,8 @@ import numpy as np
 
 from fewbit.errors import InputError
 from fewbit.render import figures
-from fewbit.render.documents import Document
 from fewbit.render.formats import exponential, module_name
+from fewbit.render.saved_results import Document
 from fewbit.render.terminal import shortened
 from fewbit.render.view import Column, View
 from fewbit.schema import VARIANCE_PROFILE

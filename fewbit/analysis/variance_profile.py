@@ -33,8 +33,8 @@ from fewbit.analysis.progress import StepsProgress
 from fewbit.analysis.recorder import Place, Recorder
 from fewbit.analysis.unchanged import unchanged
 from fewbit.config import FixedBits, LayerSettings
+from fewbit.convert.module_settings import ResolvedSettings, resolve
 from fewbit.convert.select import Filter, Selection
-from fewbit.convert.settings import ResolvedSettings, resolve
 from fewbit.convert.swap import convert, restore_
 from fewbit.errors import InputError
 from fewbit.runtime.quantizers.quantizer import Quantizer

@@ -14,6 +14,7 @@ from fewbit import functions
 from fewbit._version import __version__
 from fewbit.errors import FewbitError, SolveError
 from fewbit.files import cache_folder, write_atomic
+from fewbit.printable import printable
 from fewbit.schema.documents import parse_json, read_text
 from fewbit.solver.request import (
     check_request,
@@ -23,7 +24,6 @@ from fewbit.solver.request import (
 )
 from fewbit.solver.weight import make_weight
 from fewbit.table import Table, load_file
-from fewbit.text import printable
 
 CACHED = "fewbit.cached/1"
 """The schema of a cache file: the arguments of a request, and the table."""

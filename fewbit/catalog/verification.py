@@ -11,10 +11,10 @@ import numpy as np
 
 from fewbit.errors import FewbitError, FunctionError, MissingPackageError, TableError
 from fewbit.extras import needed_for
+from fewbit.printable import printable
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
 from fewbit.table import describe_function, load_file
-from fewbit.text import printable
 
 TOLERANCE = 1e-6
 """Largest relative difference between a claimed and a recomputed error."""

@@ -14,10 +14,10 @@ import click
 
 from fewbit._version import __version__
 from fewbit.cli.interrupts import repeat_lost
-from fewbit.cli.streams import OutputLost, secure
+from fewbit.cli.standard_streams import OutputLost, secure
 from fewbit.errors import FewbitError, OutputExistsError
 from fewbit.extras import needed_for
-from fewbit.text import one_line, printable
+from fewbit.printable import one_line, printable
 
 FAILED, BAD_INPUT, BUG, INTERRUPTED, OUTPUT_LOST = 1, 2, 70, 130, 141
 TRACEBACK = "FEWBIT_TRACEBACK"

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from fewbit.cli.application import app
 from fewbit.cli.options import json_option
 from fewbit.cli.output import print_result
+from fewbit.printable import one_line
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View
-from fewbit.text import one_line
 
 _WITHOUT = "without it, fewbit only solves tables"
 OLDEST_DRIVER = 13000

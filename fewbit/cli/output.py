@@ -6,7 +6,7 @@ import json
 
 import click
 
-from fewbit.text import printable
+from fewbit.printable import printable
 
 
 def print_json(value):

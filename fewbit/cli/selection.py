@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fewbit.cli.options import given, is_file
-from fewbit.cli.progress import Progress
+from fewbit.cli.progress_bar import Progress
 from fewbit.errors import FewbitError, FunctionError, TableError
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from fewbit.compiler import self_check
-from fewbit.compiler.seeds import counter_of
+from fewbit.compiler.seed_counters import counter_of
 from fewbit.config import BitConfig, FixedBits, LayerSettings, as_config
+from fewbit.convert.module_settings import ResolvedSettings, resolve
 from fewbit.convert.select import Selection, is_within
-from fewbit.convert.settings import ResolvedSettings, resolve
 from fewbit.errors import CompileWarning, InputError
 from fewbit.runtime.interop.bypass import ModeHooks
 

@@ -13,8 +13,8 @@ from fewbit.compiler import uses
 from fewbit.compiler.graphs import is_floating, is_recomputed
 from fewbit.compiler.joint_graph import JointGraph, Root, is_probability
 from fewbit.compiler.normal_form import STATISTIC
-from fewbit.compiler.sizes import count
-from fewbit.convert.settings import ResolvedSettings
+from fewbit.compiler.symbolic_sizes import count
+from fewbit.convert.module_settings import ResolvedSettings
 
 aten = torch.ops.aten
 STEEPEST = 1.25

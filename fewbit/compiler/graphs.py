@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fewbit.compiler.sizes import count
+from fewbit.compiler.symbolic_sizes import count
 
 _STACKS = "nn_module_stack", "fwd_nn_module_stack"
 _ORIGIN = *_STACKS, "stack_trace", "seq_nr", "original_aten"

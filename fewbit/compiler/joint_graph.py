@@ -23,7 +23,7 @@ from fewbit.compiler.graphs import (
     size_in_bytes,
 )
 from fewbit.compiler.normal_form import STATISTIC
-from fewbit.compiler.sizes import SizeNodes, count
+from fewbit.compiler.symbolic_sizes import SizeNodes, count
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
 
 STATISTIC_REASON = "a statistic of larger tensors"

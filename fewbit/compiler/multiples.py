@@ -23,7 +23,7 @@ from fewbit.compiler.graphs import (
     is_recomputed,
     modules_of,
 )
-from fewbit.compiler.sizes import count, is_same
+from fewbit.compiler.symbolic_sizes import count, is_same
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
 
 aten = torch.ops.aten

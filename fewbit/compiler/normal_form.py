@@ -12,7 +12,7 @@ from torch import fx
 
 from fewbit.compiler.graphs import backward_nodes, insert
 from fewbit.compiler.multiples import merge, wide
-from fewbit.compiler.sizes import count, is_same
+from fewbit.compiler.symbolic_sizes import count, is_same
 
 aten = torch.ops.aten
 _DIVIDE, _MULTIPLY = aten.div.Tensor, aten.mul.Tensor

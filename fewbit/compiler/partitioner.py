@@ -13,12 +13,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from fewbit.compiler.compiler_report import CompileReport, SavedRow, rows_of, saved_bytes_of
 from fewbit.compiler.joint_graph import JointGraph, Root
 from fewbit.compiler.normal_form import simplify, undo_reshapes
-from fewbit.compiler.report import CompileReport, SavedRow, rows_of, saved_bytes_of
 from fewbit.compiler.rewrite import Copy, Rewriter
-from fewbit.compiler.seeds import counter_of
-from fewbit.convert.settings import ResolvedSettings
+from fewbit.compiler.seed_counters import counter_of
+from fewbit.convert.module_settings import ResolvedSettings
 
 _FILES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
 _FEWER = "torch's own partition saves fewer bytes than copies would have"

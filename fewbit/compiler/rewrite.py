@@ -15,10 +15,10 @@ from fewbit.compiler import uses
 from fewbit.compiler.computed_again import compute_again
 from fewbit.compiler.graphs import insert, origin
 from fewbit.compiler.joint_graph import JointGraph, Root
-from fewbit.compiler.seeds import draw_seeds_op
-from fewbit.compiler.sizes import hints
+from fewbit.compiler.seed_counters import draw_seeds_op
+from fewbit.compiler.symbolic_sizes import hints
 from fewbit.config import KIND_NUMBERS, MASKED, ROTATED, UNIFORM, usual_kind
-from fewbit.convert.settings import ResolvedSettings
+from fewbit.convert.module_settings import ResolvedSettings
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.channels import LEAST_ROWS, usual_features
 from fewbit.runtime.ops.dense_ops import (

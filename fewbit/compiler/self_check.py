@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from fewbit.config import FixedBits
-from fewbit.convert.settings import resolve
+from fewbit.convert.module_settings import resolve
 from fewbit.files import cache_folder
-from fewbit.text import one_line
+from fewbit.printable import one_line
 
 WORKS = "works"
 _BITS = 8

@@ -32,21 +32,21 @@ from fewbit.config import (
     usual_kind,
 )
 from fewbit.convert import kinds
+from fewbit.convert.conversion_report import Report
 from fewbit.convert.model_facts import facts_of
-from fewbit.convert.report import Report
+from fewbit.convert.module_settings import ResolvedSettings, mean_bits, resolve
 from fewbit.convert.select import Filter, Selection
-from fewbit.convert.settings import ResolvedSettings, mean_bits, resolve
 from fewbit.convert.swap import Conversion, check_model, convert, restore_
 from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
 from fewbit.policies.make import checked_policy
+from fewbit.printable import shorten
 from fewbit.render import terminal
 from fewbit.render.formats import amount
 from fewbit.runtime.codecs import check_codec
 from fewbit.runtime.saved.bit_policy import BitPolicy
 from fewbit.runtime.saved.context import ForwardContext, contexts_of
 from fewbit.runtime.saved.offload import Offload
-from fewbit.text import shorten
 
 
 @whole_or_not_at_all

@@ -11,7 +11,7 @@ from torch import nn
 
 from fewbit.compress.allocator import AllocatorReport, PeakMemory, peak_memory
 from fewbit.config import BitConfig, Level
-from fewbit.convert.report import Report
+from fewbit.convert.conversion_report import Report
 from fewbit.convert.swap import as_now
 from fewbit.errors import InputError
 from fewbit.policies.allocation_report import Allocation

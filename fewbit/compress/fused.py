@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fewbit.analysis.saved_bytes import STATE, SavedBytes
-from fewbit.convert.report import ConvertedModule
+from fewbit.convert.conversion_report import ConvertedModule
 from fewbit.convert.transformers_modules import Conv1D
 from fewbit.nn import LeakyReLU, ReLU
 from fewbit.nn.preactivation import LINEAR, NORMS

@@ -6,9 +6,9 @@ from torch import nn
 
 from fewbit.config import ACTIVATION_BITS, check_bits, check_verbose
 from fewbit.convert import kinds
-from fewbit.convert.report import Report
+from fewbit.convert.conversion_report import Report
+from fewbit.convert.module_settings import ResolvedSettings
 from fewbit.convert.select import Filter, Selection
-from fewbit.convert.settings import ResolvedSettings
 from fewbit.convert.swap import convert
 from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.render import terminal

@@ -14,8 +14,8 @@ from fewbit.analysis.saved_bytes import SavedBytes
 from fewbit.analysis.unchanged import alone
 from fewbit.errors import FewbitError, InputError
 from fewbit.policies.budget import AverageOfBudget, SizeProbe
+from fewbit.printable import one_line
 from fewbit.runtime.saved.context import measuring
-from fewbit.text import one_line
 
 
 def check_sample(sample) -> None:

@@ -19,7 +19,7 @@ from fewbit.config.bits import (
     as_config,
 )
 from fewbit.config.layers import HostOffload, LayerSettings
-from fewbit.config.values import (
+from fewbit.config.limits import (
     ACTIVATION_BITS,
     BLOCK,
     DEFAULT_BITS,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fewbit.config.base import Config
-from fewbit.config.values import plain_number
+from fewbit.config.configuration import Config
+from fewbit.config.limits import plain_number
 from fewbit.errors import InputError
-from fewbit.text import shorten
+from fewbit.printable import shorten
 
 
 def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

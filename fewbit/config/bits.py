@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
-from fewbit.config.base import (
+from fewbit.config.configuration import (
     Config,
     average_field,
     bits_field,
@@ -17,7 +17,7 @@ from fewbit.config.base import (
     positive,
 )
 from fewbit.config.layers import HostOffload
-from fewbit.config.values import (
+from fewbit.config.limits import (
     ACTIVATION_BITS,
     DEFAULT_BITS,
     MAX_BITS,
@@ -27,8 +27,8 @@ from fewbit.config.values import (
     plain_number,
 )
 from fewbit.errors import FewbitError, InputError
+from fewbit.printable import shorten
 from fewbit.sizes import UNITS, parse_size
-from fewbit.text import shorten
 
 CODECS = ("quant", "quant+zvc", "error-bounded", "jpeg")
 WINDOWS = ("mean", "max")

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from fewbit.config.base import Config, average_field, bits_field, flag, number_field, optional
-from fewbit.config.values import (
+from fewbit.config.configuration import (
+    Config,
+    average_field,
+    bits_field,
+    flag,
+    number_field,
+    optional,
+)
+from fewbit.config.limits import (
     autograd_functions,
     check_copies,
     check_group_size,
@@ -14,7 +21,7 @@ from fewbit.config.values import (
     plain_number,
 )
 from fewbit.errors import InputError
-from fewbit.text import shorten
+from fewbit.printable import shorten
 
 
 @dataclass(frozen=True, repr=False)

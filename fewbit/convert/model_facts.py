@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fewbit.convert import kinds
-from fewbit.convert.functions import ACTIVATIONS, QUANTIZED, name_of_call
+from fewbit.convert.function_mode import ACTIVATIONS, QUANTIZED, name_of_call
 from fewbit.convert.select import Selected
 from fewbit.convert.swap import is_converted, may_call, name_of_attention
 from fewbit.nn.base import Quantized

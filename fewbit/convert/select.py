@@ -11,10 +11,10 @@ from torch import nn
 
 from fewbit.config import LayerSettings
 from fewbit.convert import kinds
-from fewbit.convert.settings import ResolvedSettings
+from fewbit.convert.module_settings import ResolvedSettings
 from fewbit.errors import InputError
+from fewbit.printable import meant
 from fewbit.runtime.interop.module_calls import class_of
-from fewbit.text import meant
 
 Filter = str | Iterable[str] | Callable[[str, nn.Module], bool]
 """One or several glob patterns of dotted module paths, or a function (path, module) -> bool."""

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from fewbit.convert import kinds, transformers_attention, transformers_modules, transformers_norms
-from fewbit.convert.functions import FunctionMode
+from fewbit.convert.conversion_report import ConvertedModule, Report, SkippedModule
+from fewbit.convert.function_mode import FunctionMode
+from fewbit.convert.module_settings import ResolvedSettings, mean_bits
 from fewbit.convert.recurrent import StepwiseLSTM
-from fewbit.convert.report import ConvertedModule, Report, SkippedModule
 from fewbit.convert.select import Selected, Selection, settings_by_module
-from fewbit.convert.settings import ResolvedSettings, mean_bits
 from fewbit.convert.transformers_gated import GatedUnit
 from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError

@@ -17,8 +17,8 @@ from fewbit.analysis.meter import saved_bytes
 from fewbit.compress.compress import compress_
 from fewbit.config import ACTIVATION_BITS, DEFAULT_BITS, Level
 from fewbit.demo import training
+from fewbit.demo.demo_result import Arm, Demo
 from fewbit.demo.parallel import run_all
-from fewbit.demo.result import Arm, Demo
 from fewbit.demo.text import Corpus, python_topics
 from fewbit.errors import FewbitError, InputError
 from fewbit.nn import GELU

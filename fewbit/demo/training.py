@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from fewbit.demo.small_transformer import CharTransformer
 from fewbit.demo.text import Corpus
-from fewbit.demo.transformer import CharTransformer
 from fewbit.errors import InputError
 
 MOST_STEPS = 100_000

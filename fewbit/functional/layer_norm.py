@@ -28,7 +28,7 @@ from fewbit.runtime.interop.tensor_kinds import (
 )
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.probes import gradient_errors
-from fewbit.runtime.quantizers import copies, preactivation
+from fewbit.runtime.quantizers import copies, fixed_point_copies
 from fewbit.runtime.quantizers.normalized import (
     constant_like,
     dequantize_copies,
@@ -207,8 +207,10 @@ def save_and_share(x, y, statistics, weight, bias, copies, quantizer, channels=N
     SavedTensors of the first copy, and those of the second copy or None.
     """
     rstd = statistics.rstd
-    if quantizer.fuse and preactivation.can_save_fixed_point(x, rstd, weight, bias, copies):
-        fixed = preactivation.save_fixed_point(quantizer, x, y, statistics, weight, bias, channels)
+    if quantizer.fuse and fixed_point_copies.can_save_fixed_point(x, rstd, weight, bias, copies):
+        fixed = fixed_point_copies.save_fixed_point(
+            quantizer, x, y, statistics, weight, bias, channels
+        )
         return fixed, None
     first, second = save_copies(x, statistics, copies, quantizer, features)
     # Statistics in 16 bits change x~ by more than the rounding of y does, so the copy cannot replace y.

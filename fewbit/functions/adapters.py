@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from fewbit.errors import FunctionError
-from fewbit.text import one_line
+from fewbit.printable import one_line
 
 Flat = Callable[[np.ndarray], np.ndarray]
 """A function of float64 arrays (n,) that returns float64 arrays (n,)."""

@@ -28,7 +28,7 @@ from fewbit.functions.numerical import (
     with_flat_pieces,
 )
 from fewbit.functions.panels import RESOLUTION, Panels, Unresolved
-from fewbit.text import one_line
+from fewbit.printable import one_line
 
 _DOMAIN = (-10.0, 10.0)
 _EPS = float(np.finfo(np.float64).eps)

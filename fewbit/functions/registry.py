@@ -11,10 +11,10 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from fewbit.errors import FunctionError
-from fewbit.functions import gated, rectifiers, sigmoids, values
+from fewbit.functions import rectifiers, self_gated, sigmoids, values
 from fewbit.functions.function import BUILDERS, MODULES, Function, require
 
-_FAMILIES = rectifiers, gated, sigmoids, values
+_FAMILIES = rectifiers, self_gated, sigmoids, values
 _BUILDERS = {
     name: builder
     for family in _FAMILIES

@@ -14,8 +14,8 @@ from fewbit.compress.compress import compress_
 from fewbit.compress.controller import Controller
 from fewbit.config import as_config
 from fewbit.errors import InputError
+from fewbit.planning.all_ranks import DDP, SHARDED
 from fewbit.planning.fit import fit_
-from fewbit.planning.processes import DDP, SHARDED
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.interop.module_calls import GUARD
 from fewbit.runtime.saved.context import contexts_of

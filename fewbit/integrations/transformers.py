@@ -22,8 +22,8 @@ from fewbit.config import as_config, plain_arguments
 from fewbit.convert.swap import is_converted
 from fewbit.errors import InputError
 from fewbit.integrations.first_batch import first_batch
+from fewbit.planning.all_ranks import DDP, SHARDED
 from fewbit.planning.fit import fit_
-from fewbit.planning.processes import DDP, SHARDED
 from fewbit.runtime.parallel.process_groups import is_sharded
 from fewbit.runtime.saved.bit_policy import SAMPLES
 from fewbit.runtime.saved.context import contexts_of

@@ -111,7 +111,7 @@ def build(name: str, activation: str | Callable | None = None):
 
     Args:
         name: The name of a model.
-        activation: A key of `fewbit.models.activations.FACTORIES`, a callable that returns a torch.nn.Module, or None.
+        activation: A key of `fewbit.models.activation_names.FACTORIES`, a callable that returns a torch.nn.Module, or None.
 
     Raises:
         FewbitError: The name of the model or the activation is unknown, or the package transformers is needed and not
@@ -127,7 +127,7 @@ def build(name: str, activation: str | Callable | None = None):
 
 
 def _factory(activation):
-    from fewbit.models.activations import FACTORIES
+    from fewbit.models.activation_names import FACTORIES
 
     if activation not in FACTORIES:
         close = difflib.get_close_matches(activation.lower(), FACTORIES, n=1)

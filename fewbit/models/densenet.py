@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fewbit.models.activations import relu
+from fewbit.models.activation_names import relu
 
 # Growth rate, channels after the first convolution, and number of dense layers of each block.
 LAYERS = {

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fewbit.models.activations import silu
+from fewbit.models.activation_names import silu
 
 # Width multiplier, depth multiplier, and dropout before the classifier.
 SCALES = {

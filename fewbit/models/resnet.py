@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fewbit.models.activations import relu
+from fewbit.models.activation_names import relu
 
 LAYERS = {
     "resnet18": (2, 2, 2, 2),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from fewbit.extras import needed_for
-from fewbit.models.activations import is_activation
+from fewbit.models.activation_names import is_activation
 
 # The sizes of Liu et al. (2019) and Radford et al. (2019); all other values are the configuration's defaults.
 _ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}

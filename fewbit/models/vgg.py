@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fewbit.models.activations import relu
+from fewbit.models.activation_names import relu
 
 # The number of convolutions of each stage. A 2x2 max pooling follows every stage.
 LAYERS = {

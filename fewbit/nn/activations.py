@@ -15,12 +15,12 @@ from fewbit import functional as F
 from fewbit.config import ACTIVATION_BITS
 from fewbit.errors import InputError
 from fewbit.nn.base import Guarded
+from fewbit.printable import shorten
 from fewbit.runtime.activations.callable_tables import check_table
 from fewbit.runtime.activations.tables import check_choice
 from fewbit.runtime.interop.module_calls import GUARD, PATH
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.table import Table
-from fewbit.text import shorten
 
 __all__ = [
     "CELU",

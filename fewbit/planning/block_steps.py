@@ -9,10 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fewbit.analysis.gradients import explained, tensors_of
 from fewbit.analysis.unchanged import unchanged
+from fewbit.planning.all_ranks import ALONE, Processes
+from fewbit.planning.block_settings import Settings
 from fewbit.planning.fake_steps import FakeTraining, loss_of_output
-from fewbit.planning.processes import ALONE, Processes
 from fewbit.planning.real_steps import RealSteps
-from fewbit.planning.settings import Settings
 from fewbit.planning.sharding import ShardedWeights
 from fewbit.planning.timeline import ENTER, STEP, Timeline
 from fewbit.planning.watching import watched

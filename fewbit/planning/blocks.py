@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from fewbit.errors import InputError
+from fewbit.printable import shorten
 from fewbit.runtime.interop.module_calls import class_of
-from fewbit.text import shorten
 
 _CONTAINERS = nn.Sequential, nn.ModuleList
 

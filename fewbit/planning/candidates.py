@@ -33,9 +33,9 @@ from fewbit.convert.chunked_loss import chunk_loss_
 from fewbit.convert.swap import restore_
 from fewbit.errors import FewbitError, InputError
 from fewbit.nn.preactivation import NORMS
+from fewbit.printable import shorten
 from fewbit.render.formats import amount
 from fewbit.sizes import counted
-from fewbit.text import shorten
 
 EXACT, CHECKPOINT = "exact", "checkpoint"
 METHODS = (

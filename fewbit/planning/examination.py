@@ -18,12 +18,8 @@ from fewbit.analysis.gradients import difference, squared
 from fewbit.analysis.progress import StepsProgress
 from fewbit.convert.chunked_loss import head_of
 from fewbit.errors import FewbitError, InputError
-from fewbit.planning.block_steps import FakeBlockSteps, OptimizerBytes, RealBlockSteps
-from fewbit.planning.blocks import find_blocks
-from fewbit.planning.choose import Part
-from fewbit.planning.costs import costs_of
-from fewbit.planning.processes import ALONE, Processes, largest
-from fewbit.planning.settings import (
+from fewbit.planning.all_ranks import ALONE, Processes, largest
+from fewbit.planning.block_settings import (
     BITS_OF_REST,
     EXACT,
     OFFLOADED,
@@ -34,6 +30,10 @@ from fewbit.planning.settings import (
     Settings,
     everywhere,
 )
+from fewbit.planning.block_steps import FakeBlockSteps, OptimizerBytes, RealBlockSteps
+from fewbit.planning.blocks import find_blocks
+from fewbit.planning.choose import Part
+from fewbit.planning.costs import costs_of
 from fewbit.planning.timeline import PartBytes
 from fewbit.runtime.interop.module_calls import class_of
 

@@ -23,8 +23,8 @@ from fewbit.errors import InputError
 from fewbit.planning.storages import StorageTracker
 from fewbit.planning.timeline import LOSS, STEP, TRANSIENT, UPDATE, Event, Mark, Timeline
 from fewbit.planning.watching import watched
+from fewbit.printable import one_line
 from fewbit.runtime.interop.original_functions import functional as original_functional
-from fewbit.text import one_line
 
 PARTS = ("weights", "gradients", "optimizer", "saved", "transient")
 """The roles of storages. "saved" are all that the forward pass leaves."""

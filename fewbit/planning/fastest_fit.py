@@ -11,11 +11,11 @@ from torch import nn
 
 from fewbit.compress.controller import Controller
 from fewbit.convert.undo import whole_or_not_at_all
+from fewbit.planning.block_settings import Option, Settings
 from fewbit.planning.candidates import Candidate
-from fewbit.planning.settings import Option, Settings
-from fewbit.render.documents import Document
 from fewbit.render.formats import amount, digits, unit_of
 from fewbit.render.result import finite
+from fewbit.render.saved_results import Document
 from fewbit.render.view import Column, View
 from fewbit.schema import FIT
 

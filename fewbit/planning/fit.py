@@ -18,18 +18,18 @@ from fewbit.convert.chunked_loss import unchunk_loss_
 from fewbit.convert.swap import restore_
 from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
+from fewbit.planning.all_ranks import Processes
+from fewbit.planning.block_settings import Option, Rest, Settings
 from fewbit.planning.block_steps import OptimizerBytes
 from fewbit.planning.blocks import find_blocks
 from fewbit.planning.choose import Part, choose, peak_of, totals
 from fewbit.planning.examination import Examination, examine, is_gpu
 from fewbit.planning.fastest_fit import FastestFit, FrontPoint, rows_of
 from fewbit.planning.fits import capacity_of
-from fewbit.planning.processes import Processes
-from fewbit.planning.settings import Option, Rest, Settings
 from fewbit.planning.sharding import mixed_precision
+from fewbit.printable import shorten
 from fewbit.render import terminal
 from fewbit.render.formats import amount, digits, module_name
-from fewbit.text import shorten
 
 ERROR = 0.1
 """The default bound of the error."""

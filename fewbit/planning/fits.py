@@ -21,9 +21,9 @@ from fewbit.planning.fake_steps import PARTS, FakeTraining, length_of
 from fewbit.planning.fits_result import Fit, FitRow
 from fewbit.planning.largest import largest
 from fewbit.planning.real_steps import naming
+from fewbit.printable import one_line, shorten
 from fewbit.runtime.saved.context import measuring
 from fewbit.sizes import parse_size
-from fewbit.text import one_line, shorten
 
 LEAST_BYTES = 2**20
 """The least memory of a device; a smaller number probably means GiB."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fewbit.planning.processes import Processes
+from fewbit.planning.all_ranks import Processes
 from fewbit.planning.timeline import BEGIN, END, ENTER, LEAVE, LOSS, Event, Mark, Timeline
 
 GRADIENTS = "gradients"

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from fewbit.planning.candidates import Candidate
-from fewbit.planning.picture import draw_plan
-from fewbit.render.documents import Document
+from fewbit.planning.plan_figure import draw_plan
 from fewbit.render.formats import amount, digits, unit_of
 from fewbit.render.result import finite
+from fewbit.render.saved_results import Document
 from fewbit.render.view import Column, View
 from fewbit.schema import PLAN
 from fewbit.sizes import counted

@@ -38,7 +38,7 @@ class SlotVariance(Record):
         samples: the number of samples in one process among which the slot's bits are divided, or 0.
         sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(quantizer, bits)`.
         at_one: the variance that rounding to 1 bit per element would add, as measured.
-        weight: the relative variance (`runtime/probes/measurements.py`), which decides the bits, divided by the
+        weight: the relative variance (`runtime/probes/variances.py`), which decides the bits, divided by the
             variance.
         spread: as in `RoundingEffect`.
         missed: the number of measurements since the slot was last measured.

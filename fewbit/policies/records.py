@@ -9,7 +9,7 @@ from functools import cache
 from typing import Self, get_args, get_origin, get_type_hints
 
 from fewbit.errors import InputError
-from fewbit.text import shorten
+from fewbit.printable import shorten
 
 MOST = 1e100
 """The largest squared norm of a gradient. The product of two such numbers fits float64."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from fewbit.errors import FewbitError, MissingPackageError
 from fewbit.extras import needed_for
 from fewbit.files import write_atomic
-from fewbit.text import one_line
+from fewbit.printable import one_line
 
 INK, MUTED, GRID, ERROR = "#1f2328", "#6e7781", "#e6e8eb", "#c2410c"
 STYLE = {

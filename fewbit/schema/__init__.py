@@ -7,8 +7,8 @@ import pkgutil
 from collections.abc import Callable
 from functools import cache
 
+from fewbit.printable import shorten
 from fewbit.sizes import counted
-from fewbit.text import shorten
 
 TABLE = "fewbit.table/1"
 TABLES = "fewbit.tables/1"

@@ -10,7 +10,7 @@ import stat
 from typing import Any, BinaryIO
 
 from fewbit.errors import FewbitError
-from fewbit.text import shorten
+from fewbit.printable import shorten
 
 MOST_BYTES = 2**23
 """The most bytes of a document's text, thirty times those of the largest shipped file."""

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from fewbit.errors import SolveError
+from fewbit.printable import shorten
 from fewbit.sizes import counted
 from fewbit.table import FORMS, OBJECTIVES, TAILS
 from fewbit.table.checks import NARROWEST
-from fewbit.text import shorten
 
 _FARTHEST = 1e30
 _LEAST_WIDTH = float(np.finfo(np.float32).tiny)

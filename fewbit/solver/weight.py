@@ -14,10 +14,10 @@ import numpy as np
 from fewbit.errors import FewbitError, SolveError, WeightError
 from fewbit.functions.erfcx import GAUSS_END, INV_SQRT_2PI, normal_tail
 from fewbit.functions.kinks import halfway
+from fewbit.printable import one_line, shorten
 from fewbit.schema.documents import open_regular
 from fewbit.solver.request import check_extent
 from fewbit.table import MOST_BINS
-from fewbit.text import one_line, shorten
 
 # A sample is cut into at most 512 equally likely bins of at least 32 values.
 _MOST_BINS = 512

@@ -15,9 +15,9 @@ from fewbit.table.checks import (
     TAILS,
 )
 from fewbit.table.describe import describe, describe_function, describe_weight
-from fewbit.table.files import dumps_tables, load_file, loads, save_tables
 from fewbit.table.knots import Knots, locate, lower_pieces, round_breaks
 from fewbit.table.table import Table
+from fewbit.table.table_files import dumps_tables, load_file, loads, save_tables
 
 __all__ = [
     "FLOAT32_MAX",

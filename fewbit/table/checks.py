@@ -10,8 +10,8 @@ import numpy as np
 
 from fewbit import schema
 from fewbit.errors import TableError
+from fewbit.printable import shorten
 from fewbit.sizes import counted
-from fewbit.text import shorten
 
 FORMS = ("levels", "intervals")
 OBJECTIVES = ("mse", "unbiased", "minimax")

@@ -15,6 +15,7 @@ import numpy as np
 from fewbit import functions, schema
 from fewbit.errors import FewbitError, TableError
 from fewbit.files import write_atomic
+from fewbit.printable import shorten
 from fewbit.schema.documents import parse_json, read_text
 from fewbit.sizes import counted
 from fewbit.table import philox
@@ -47,7 +48,6 @@ from fewbit.table.knots import (
     round_breaks,
     to_float32,
 )
-from fewbit.text import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

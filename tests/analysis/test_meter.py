@@ -18,7 +18,7 @@ import fewbit
 from fewbit.analysis import recorder
 from fewbit.analysis.meter import saved_bytes
 from fewbit.analysis.saved_bytes import MOST_BARS, rows
-from fewbit.demo.transformer import CharTransformer
+from fewbit.demo.small_transformer import CharTransformer
 from fewbit.errors import FewbitError, OutputExistsError
 from fewbit.render.terminal import plain
 

@@ -10,7 +10,7 @@ from torch import nn
 from fewbit import models
 from fewbit.errors import FewbitError
 from fewbit.models import densenet, efficientnet, resnet, transformer, vgg
-from fewbit.models.activations import FACTORIES, is_activation
+from fewbit.models.activation_names import FACTORIES, is_activation
 
 # torchvision's documentation; transformers: the sizes of the published checkpoints.
 PARAMETERS = {

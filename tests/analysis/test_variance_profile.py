@@ -21,7 +21,7 @@ import fewbit
 from fewbit.analysis import deferred, progress
 from fewbit.analysis.profile import ARRAYS, VarianceProfile
 from fewbit.analysis.variance_profile import variance_profile
-from fewbit.demo.transformer import CharTransformer
+from fewbit.demo.small_transformer import CharTransformer
 from fewbit.errors import InputError, OutputExistsError
 from fewbit.planning.candidates import Candidate
 from fewbit.render.terminal import plain

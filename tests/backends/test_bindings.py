@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fewbit.runtime.backends import native  # noqa: F401, lets the kernels read tensors
-from fewbit.runtime.format.buffers import check_dense
+from fewbit.runtime.format.tensor_checks import check_dense
 
 kernels = pytest.importorskip("fewbit._kernels")  # absent only if it was not built
 CPU = kernels.Cpu("baseline")

@@ -22,7 +22,7 @@ from fewbit import functions
 from fewbit.catalog import store
 from fewbit.catalog.listing import format_ranges
 from fewbit.cli import app
-from fewbit.cli.progress import Progress
+from fewbit.cli.progress_bar import Progress
 from fewbit.table import Table, save_tables
 
 ROOT = Path(__file__).parents[2]

@@ -19,11 +19,11 @@ from torch import nn
 import fewbit
 from fewbit import cli
 from fewbit.demo import experiment, training
+from fewbit.demo.demo_result import Arm, Demo
 from fewbit.demo.experiment import run_demo
 from fewbit.demo.parallel import run_all
-from fewbit.demo.result import Arm, Demo
+from fewbit.demo.small_transformer import CharTransformer
 from fewbit.demo.text import Corpus, python_topics
-from fewbit.demo.transformer import CharTransformer
 from fewbit.errors import FewbitError
 from fewbit.render.terminal import plain
 

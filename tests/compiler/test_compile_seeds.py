@@ -12,7 +12,7 @@ from fewbit.compiler import compiling
 from fewbit.compiler.graphs import insert
 from fewbit.compiler.joint_graph import JointGraph
 from fewbit.compiler.rewrite import Rewriter
-from fewbit.compiler.seeds import draw_seeds_op
+from fewbit.compiler.seed_counters import draw_seeds_op
 from fewbit.runtime.ops.dense_ops import quantize_dense_op
 
 pytestmark = MARKS

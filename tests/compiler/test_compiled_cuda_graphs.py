@@ -19,7 +19,7 @@ from torch._inductor.utils import get_first_incompatible_cudagraph_node
 from torch.utils._pytree import tree_map_only
 
 import fewbit
-from fewbit.compiler import partitioner, seeds
+from fewbit.compiler import partitioner, seed_counters
 from fewbit.compiler.graphs import is_from_fewbit
 
 pytestmark = MARKS
@@ -90,7 +90,7 @@ class Run(fx.Interpreter):
 def cuda(monkeypatch):
     with FakeCuda(monkeypatch) as cuda:
         yield cuda
-    seeds._counters.pop(DEVICE, None)
+    seed_counters._counters.pop(DEVICE, None)
 
 
 @pytest.mark.inductor
@@ -117,8 +117,8 @@ def test_graphs_can_be_captured(name, monkeypatch):
     with FakeCuda(monkeypatch) as cuda:
         try:
             given = [each.detach().to(DEVICE) for each in inputs]
-            counter = seeds.counter_of(DEVICE)
-            seeds._draw_seeds(1, DEVICE)  # a step before the capture, as torch asks for
+            counter = seed_counters.counter_of(DEVICE)
+            seed_counters._draw_seeds(1, DEVICE)  # a step before the capture, as torch asks for
             before = counter.value.cpu()
             tangent = torch.ones(tangents[-1].shape).to(DEVICE)
             with torch.no_grad(), cuda.capture():
@@ -130,18 +130,18 @@ def test_graphs_can_be_captured(name, monkeypatch):
             assert all(cuda.has(x) for x in gradients if isinstance(x, torch.Tensor))
             assert not torch.equal(counter.value.cpu(), before)
         finally:
-            seeds._counters.pop(DEVICE, None)
+            seed_counters._counters.pop(DEVICE, None)
 
 
 def test_a_replay_draws_from_where_the_counter_is(cuda):
     """The captured operations read and change the counter's own memory, which no operation sets during a capture."""
     torch.manual_seed(3)
-    counter = seeds.counter_of(DEVICE)
-    first = seeds._draw_seeds(2, DEVICE).cpu()
+    counter = seed_counters.counter_of(DEVICE)
+    first = seed_counters._draw_seeds(2, DEVICE).cpu()
     place = counter.value.untyped_storage()._cdata
     cuda.launches.clear()
     with cuda.capture():
-        second = seeds._draw_seeds(2, DEVICE)
+        second = seed_counters._draw_seeds(2, DEVICE)
     assert cuda.faults == [] and "fill_" not in cuda.launches and "transfer" not in cuda.launches
     assert counter.value.untyped_storage()._cdata == place and cuda.has(second)
     assert len({*first.tolist(), *second.cpu().tolist()}) == 4

@@ -9,7 +9,7 @@ from torch import nn
 from training import build, step
 
 import fewbit
-from fewbit.convert.report import Report
+from fewbit.convert.conversion_report import Report
 from fewbit.errors import InputError
 from fewbit.policies.allocation_report import Allocated, Allocation
 

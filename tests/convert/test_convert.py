@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.convert import kinds
 from fewbit.convert.kinds import OWN_FORWARD
-from fewbit.demo.transformer import CharTransformer
+from fewbit.demo.small_transformer import CharTransformer
 from fewbit.errors import InputError
 from fewbit.models.resnet import ResNet
 from fewbit.render.terminal import plain

@@ -9,7 +9,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
-from fewbit.convert.functions import FunctionMode
+from fewbit.convert.function_mode import FunctionMode
 from fewbit.runtime.ops import library
 from fewbit.runtime.saved.forward import Saving
 from fewbit.runtime.saved.sharing import SharedCopies

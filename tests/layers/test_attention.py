@@ -17,7 +17,7 @@ from samples import normal
 from torch import nn
 from torch.nn import functional as torch_f
 
-from fewbit.convert.functions import FunctionMode, FunctionQuantizers
+from fewbit.convert.function_mode import FunctionMode, FunctionQuantizers
 from fewbit.functional.attention.attention import (
     How,
     _attend,
@@ -95,7 +95,7 @@ def test_which_gradients_come_from_blocks():
 def test_gradients_from_blocks(name, monkeypatch):
     """On the CPU, float32 gradients are computed from blocks of probabilities."""
     # So that there are several blocks of heads.
-    monkeypatch.setattr("fewbit.functional.attention.blocks._BLOCK", 2**15)
+    monkeypatch.setattr("fewbit.functional.attention.score_blocks._BLOCK", 2**15)
     query, keys, values, options = BLOCKS[name]
     tensors = inputs(query=query, keys=keys, values=values)
     quantizer = Remembering(4)

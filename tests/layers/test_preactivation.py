@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.errors import InputError
-from fewbit.models.preactivation import DEPTHS, PreActivationBlock, PreActivationResNet
+from fewbit.models.preactivation_resnet import DEPTHS, PreActivationBlock, PreActivationResNet
 from fewbit.nn import PreActivation
 from fewbit.runtime.format.encoding import packed_words
 

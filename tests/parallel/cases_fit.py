@@ -16,7 +16,7 @@ import fewbit
 from fewbit.errors import GradientError, InputError
 from fewbit.functional import losses
 from fewbit.planning import costs, examination
-from fewbit.planning.settings import EXACT, RECOMPUTED, Option
+from fewbit.planning.block_settings import EXACT, RECOMPUTED, Option
 
 WORDS, WIDTH, LAYERS = 100, 128, 3
 

@@ -16,9 +16,9 @@ import fewbit
 from fewbit.errors import InputError
 from fewbit.functional import losses
 from fewbit.planning import costs, examination
+from fewbit.planning.block_settings import RECOMPUTED, Option, Settings
 from fewbit.planning.block_steps import RealBlockSteps
 from fewbit.planning.fake_steps import loss_of_output
-from fewbit.planning.settings import RECOMPUTED, Option, Settings
 
 MIB = 2**20
 WORDS, WIDTH = 200, 64

@@ -10,10 +10,10 @@ from torch import nn
 import fewbit
 from fewbit.errors import InputError
 from fewbit.planning import costs
+from fewbit.planning.block_settings import EXACT, OPTIONS, RECOMPUTED, Option, Settings, everywhere
 from fewbit.planning.blocks import find_blocks
 from fewbit.planning.choose import Part
 from fewbit.planning.fastest_fit import FastestFit, FrontPoint, rows_of
-from fewbit.planning.settings import EXACT, OPTIONS, RECOMPUTED, Option, Settings, everywhere
 from fewbit.planning.timeline import BEGIN, END, ENTER, LEAVE, LOSS, Event, Mark, Timeline
 
 WIDTH = 64

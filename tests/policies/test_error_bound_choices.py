@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from fewbit.config import ErrorBound
 from fewbit.errors import BoundWarning
-from fewbit.policies.error_bound import tables
-from fewbit.policies.error_bound.bits import least_average, sizes
+from fewbit.policies.error_bound import table_errors
 from fewbit.policies.error_bound.codecs import ExactCodec
 from fewbit.policies.error_bound.estimates import ConstraintEstimate, Pair, TensorEstimate
+from fewbit.policies.error_bound.fewest_bits import least_average, sizes
 from fewbit.policies.error_bound.formulas import polynomial_error
 from fewbit.policies.error_bound.observations import (
     EXPECTED,
@@ -271,10 +271,10 @@ def test_of_two_slopes_no_larger_table_is_solved(monkeypatch):
     """One bit is always enough, and solving a larger table would take a second or more in a training step."""
     strict = activation(1e-12, function="leaky_relu", parameters=(0.01,))
     seen = result_of({}, strict, activation(1.0, name="other"))
-    asked, load = [], tables.store.load_table
-    tables.table_error.cache_clear()
+    asked, load = [], table_errors.store.load_table
+    table_errors.table_error.cache_clear()
     monkeypatch.setattr(
-        tables.store,
+        table_errors.store,
         "load_table",
         lambda *args, **options: asked.append(args) or load(*args, **options),
     )

@@ -15,7 +15,7 @@ import fewbit
 from fewbit import functions
 from fewbit.errors import InputError
 from fewbit.functional.convolution import most_reads, weight_cost
-from fewbit.policies.error_bound import formulas, tables
+from fewbit.policies.error_bound import formulas, table_errors
 from fewbit.runtime.probes.gradient_errors import norm_input_coefficients
 
 SIGMAS = 4.5
@@ -353,30 +353,30 @@ def brute(table, low, high, n=200_001):
 )
 def test_the_largest_error_of_a_table(name, bits, interval):
     table = fewbit.load_table(name, bits=bits)
-    found = tables.largest_table_error(table, *interval)
+    found = table_errors.largest_table_error(table, *interval)
     expected = brute(table, *interval)
     assert expected - 1e-6 <= found <= expected + 1e-4
 
 
 def test_the_largest_error_of_exact_and_unbiased_tables():
-    assert tables.largest_table_error(fewbit.load_table("relu", bits=1), -5, 5) == 0.0
+    assert table_errors.largest_table_error(fewbit.load_table("relu", bits=1), -5, 5) == 0.0
     table = fewbit.solve("gelu", bits=2, objective="unbiased")
     for low, high in ((-4.0, 4.0), (-1.0, -0.3), (-8.0, -5.0), (0.2, 0.5)):
         x = np.linspace(low, high, 4_001)
         slopes = functions.get("gelu").derivative(x)
         drawn = max(np.abs(table.sample(x, seed) - slopes).max() for seed in range(8))
-        found = tables.largest_table_error(table, low, high)
+        found = table_errors.largest_table_error(table, low, high)
         assert 0.9 * found < drawn <= found + 1e-6
 
 
 @pytest.mark.parametrize("interval", [(1.0, 1.0), (2.0, 1.0), (-math.inf, 1.0), (0.0, math.nan)])
 def test_intervals_that_are_none_are_refused(interval):
     with pytest.raises(InputError, match="expected finite ends low < high"):
-        tables.largest_table_error(fewbit.load_table("gelu", bits=2), *interval)
+        table_errors.largest_table_error(fewbit.load_table("gelu", bits=2), *interval)
 
 
 def test_the_error_that_is_allowed_of_a_table():
-    assert tables.allowed_error(3.0, 0.5, 2.0) ** 2 * 3.0 == pytest.approx(0.5 * 2.0)
+    assert table_errors.allowed_error(3.0, 0.5, 2.0) ** 2 * 3.0 == pytest.approx(0.5 * 2.0)
 
 
 def test_the_papers_table_1():

@@ -4,6 +4,7 @@ import ast
 import functools
 import graphlib
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,16 @@ def test_no_module_has_the_name_of_a_public_function():
 
     modules = {path.stem for path in PACKAGE.iterdir()} - {"functional", "nn"}
     assert not modules & set(fewbit.__all__)
+
+
+def test_no_two_files_have_one_name():
+    """Only a file of `nn` has the name of the file of `functional` with the functions that its modules compute."""
+    names = Counter(path.name for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    of_functional = {path.name for path in (PACKAGE / "functional").rglob("*.py")}
+    names.subtract(
+        path.name for path in (PACKAGE / "nn").glob("*.py") if path.name in of_functional
+    )
+    assert {name for name, count in names.items() if count > 1} == set()
 
 
 def test_no_two_classes_have_one_name():

@@ -198,9 +198,9 @@ fewbit.compress_(model, fewbit.ErrorBound(e2=0.5))
 """
 TYPES = {
     'fewbit.compress_(model, fewbit.AdaptiveBits(1.75), layers={"group_size": 64})': "fewbit.compress.controller.Controller",
-    "fewbit.compress_(model, bits=2).report": "fewbit.convert.report.Report",
+    "fewbit.compress_(model, bits=2).report": "fewbit.convert.conversion_report.Report",
     "fewbit.restore_": "def (model: torch.nn.modules.module.Module)",
-    "fewbit.replace_activations_(model, bits=3)": "fewbit.convert.report.Report",
+    "fewbit.replace_activations_(model, bits=3)": "fewbit.convert.conversion_report.Report",
     "fewbit.GELU(bits=3)": "fewbit.nn.activations.GELU",
     "fewbit.nn.LayerNorm(3, bits=4)": "fewbit.nn.normalization.LayerNorm",
     "F.gelu(x, bits=2)": "torch._tensor.Tensor",

@@ -17,9 +17,9 @@ import fewbit
 from fewbit import schema, table
 from fewbit.catalog.store import tables_directory
 from fewbit.errors import FewbitError, InputError
+from fewbit.printable import one_line, printable
 from fewbit.schema import documents
 from fewbit.schema.documents import MOST_BYTES, MOST_DEPTH, parse_json, read_text
-from fewbit.text import one_line, printable
 
 
 @given(st.text(st.characters(codec=None)))

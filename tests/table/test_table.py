@@ -20,7 +20,7 @@ import fewbit
 from fewbit import schema
 from fewbit.catalog.verification import recompute_error
 from fewbit.errors import FewbitError, FunctionError, OutputExistsError, TableError, WeightError
-from fewbit.policies.error_bound.tables import largest_table_error
+from fewbit.policies.error_bound.table_errors import largest_table_error
 from fewbit.table import (
     Knots,
     Table,

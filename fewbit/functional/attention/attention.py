@@ -15,7 +15,7 @@ from torch.library import register_fake
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.errors import InputError
-from fewbit.functional.attention import blocks
+from fewbit.functional.attention import score_blocks
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.autocast import with_torch_casts
 from fewbit.runtime.interop.bypass import bypass, run_outside
@@ -254,7 +254,7 @@ def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Ten
     query = inputs[0]
     if autocast is None and uses_blocks(inputs, grads, how):
         with bypass():
-            found = blocks.gradients(*inputs[:3], *grads, how.is_causal, how.scale)
+            found = score_blocks.gradients(*inputs[:3], *grads, how.is_causal, how.scale)
         return [x for x, is_needed in zip(found, needs[:3], strict=True) if is_needed]
     inputs = [
         x if x is None else x.detach().requires_grad_(is_needed)
@@ -276,12 +276,12 @@ def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Ten
 
 
 def uses_blocks(inputs, grads, how: How) -> bool:
-    """Return whether `blocks.gradients` computes the gradients."""
+    """Return whether `score_blocks.gradients` computes the gradients."""
     *factors, mask, bias = inputs
     is_usual = how == How(is_causal=how.is_causal, scale=how.scale)
     if not is_usual or mask is not None or bias is not None or grads[0] is None:
         return False
-    return blocks.fits(*factors, grads[0])
+    return score_blocks.fits(*factors, grads[0])
 
 
 def _autocast(x) -> torch.dtype | None:

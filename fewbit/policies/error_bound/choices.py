@@ -18,7 +18,7 @@ from fewbit.policies.error_bound.estimates import (
     ConstraintEstimate,
     TensorEstimate,
 )
-from fewbit.policies.error_bound.tables import is_known, least_bits
+from fewbit.policies.error_bound.table_errors import is_known, least_bits
 from fewbit.runtime.codecs import DEFAULT as QUANT
 
 

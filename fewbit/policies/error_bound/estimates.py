@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fewbit.config import UNIFORM
-from fewbit.policies.error_bound.bits import least_average
+from fewbit.policies.error_bound.fewest_bits import least_average
 from fewbit.policies.error_bound.formulas import polynomial_error, tolerance
 from fewbit.policies.error_bound.observations import parts_of
-from fewbit.policies.error_bound.tables import allowed_error
+from fewbit.policies.error_bound.table_errors import allowed_error
 from fewbit.policies.records import Record
 
 HISTORY = 10

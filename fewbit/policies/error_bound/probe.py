@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from fewbit.config import MAX_BITS
-from fewbit.policies.error_bound.measurements import (
+from fewbit.policies.error_bound.observations import (
+    EXPECTED,
+    MEASURED,
+    ActivationNorms,
+    ProbeResult,
+    TensorNorms,
+)
+from fewbit.policies.error_bound.shares import (
     MeasuredGradient,
     MeasuredTensor,
     Share,
@@ -22,13 +29,6 @@ from fewbit.policies.error_bound.measurements import (
     host_square,
     monitored_norms,
     shares_by_slot,
-)
-from fewbit.policies.error_bound.observations import (
-    EXPECTED,
-    MEASURED,
-    ActivationNorms,
-    ProbeResult,
-    TensorNorms,
 )
 from fewbit.runtime.format.distortion import distortion
 from fewbit.runtime.probes import gradient_errors

@@ -7,21 +7,21 @@ from torch.autograd import forward_ad
 
 from fewbit.config import GROUP_SIZE, MAX_BITS, MIN_BITS
 from fewbit.errors import InputError
+from fewbit.printable import shorten
 from fewbit.runtime.activations import autograd, recomputed, tables
 from fewbit.runtime.activations.callable_tables import check_result, name_of
 from fewbit.runtime.format import layout
-from fewbit.runtime.format.buffers import FLOATING
 from fewbit.runtime.format.encoding import Encoding
+from fewbit.runtime.format.tensor_checks import FLOATING
 from fewbit.runtime.interop.bypass import bypass
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_plain
 from fewbit.runtime.ops import library
 from fewbit.runtime.ops.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLACE, MADE_CONTIGUOUS
 from fewbit.runtime.parallel import shards
-from fewbit.runtime.quantizers import computed, preactivation
+from fewbit.runtime.quantizers import computed, fixed_point_copies
 from fewbit.runtime.quantizers.quantizer import Quantizer, quantizer_of
 from fewbit.runtime.saved.sharing import place_of
 from fewbit.runtime.saved.single_backward import refuse_forward_mode
-from fewbit.text import shorten
 
 _creation_meta = torch._C._autograd._get_creation_meta
 _ANY_VIEW = torch._C._autograd.CreationMeta.DEFAULT
@@ -75,8 +75,8 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
         x = _made_contiguous(x, function)
     if inplace:
         check_inplace(x, function, True)
-    if function in preactivation.SIGNED:
-        y = preactivation.activate(x, function, parameters, encoding, inplace)
+    if function in fixed_point_copies.SIGNED:
+        y = fixed_point_copies.activate(x, function, parameters, encoding, inplace)
         if y is not None:
             return y
     if quantizer is not None and recomputed.keeps_copy(x, function):
@@ -115,7 +115,7 @@ def _apply_unusual(x, function, parameters, bits, table, inplace, quantizer):
         check_inplace(x, function, False)
     if is_abstract(x):
         encoded = Encoding.parse(encoding)
-        y = preactivation.activate(x, function, parameters, encoded, inplace)
+        y = fixed_point_copies.activate(x, function, parameters, encoded, inplace)
         if y is not None:
             return y
         if quantizer is not None and recomputed.keeps_copy(x, function):

@@ -22,13 +22,13 @@ from fewbit.config import (
     check_rotated_size,
 )
 from fewbit.errors import FewbitError
+from fewbit.printable import one_line
 from fewbit.runtime.backends import reference
 from fewbit.runtime.backends.results import QuantizedForward
 from fewbit.runtime.format import groups
 from fewbit.runtime.format.bit_sharing import gains_of
 from fewbit.runtime.format.encoding import Encoding, mask_text, packed_words
 from fewbit.runtime.format.layout import is_broadcast_scalar
-from fewbit.text import one_line
 
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(_kernels.DTYPES)}
 _torch_get_num_threads = ctypes.CDLL(torch._C.__file__).torch_get_num_threads

@@ -25,9 +25,9 @@ from fewbit.runtime.backends.reference_quantizer import (
 from fewbit.runtime.backends.reference_seeds import draw_seeds
 from fewbit.runtime.backends.results import QuantizedForward
 from fewbit.runtime.format.bit_sharing import share_bits
-from fewbit.runtime.format.buffers import ArgumentChecks
 from fewbit.runtime.format.encoding import Encoding, gray
 from fewbit.runtime.format.layout import is_broadcast_scalar, storage_order
+from fewbit.runtime.format.tensor_checks import ArgumentChecks
 
 __all__ = [
     "batch_norm_backward",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from fewbit.config import BLOCK
-from fewbit.runtime.format.buffers import ArgumentChecks, check_bits
 from fewbit.runtime.format.layout import check_vectors
+from fewbit.runtime.format.tensor_checks import ArgumentChecks, check_bits
 from fewbit.table import philox
 
 _MASK32 = 0xFFFFFFFF

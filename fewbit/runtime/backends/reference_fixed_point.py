@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from fewbit.runtime.backends.reference_bits import entries_of, pack, unpack
-from fewbit.runtime.format.buffers import ArgumentChecks
 from fewbit.runtime.format.layout import storage_order
+from fewbit.runtime.format.tensor_checks import ArgumentChecks
 
 REACH = 3.0
 """The codes cover values of x~ up to this many standard deviations from the mean."""

@@ -8,10 +8,10 @@ from fewbit.config import MASKED, ROTATED, UNIFORM, check_rotated_size
 from fewbit.runtime.backends import reference_rotated
 from fewbit.runtime.backends.reference_bits import entries_of, pack, sixteen_bit_draws, unpack
 from fewbit.runtime.format import groups
-from fewbit.runtime.format.buffers import ArgumentChecks, check_bits, seed_on
 from fewbit.runtime.format.channels import BLOCK, Normalization, estimated_rows, runs_of
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.format.layout import storage_order
+from fewbit.runtime.format.tensor_checks import ArgumentChecks, check_bits, seed_on
 
 _MASK32 = 0xFFFFFFFF
 _BLOCK = 256  # this many elements get their random numbers from one run of counters

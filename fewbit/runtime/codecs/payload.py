@@ -12,7 +12,7 @@ import torch
 
 from fewbit.errors import InputError
 from fewbit.runtime.format import layout
-from fewbit.runtime.format.buffers import FLOATING
+from fewbit.runtime.format.tensor_checks import FLOATING
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.quantizers.spec import SavedTensors
 from fewbit.runtime.saved import offload

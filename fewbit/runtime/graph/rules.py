@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fewbit.config import ROTATED, UNIFORM
-from fewbit.runtime.format.buffers import FLOATING
+from fewbit.runtime.format.tensor_checks import FLOATING
 from fewbit.runtime.interop import clamp
 from fewbit.runtime.quantizers import integers
 from fewbit.runtime.quantizers.spec import SavedTensors

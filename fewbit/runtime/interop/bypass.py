@@ -1,4 +1,4 @@
-"""Within some modules, switch off the compression of functions (`fewbit/convert/functions.py`), or change its settings."""
+"""Within some modules, switch off the compression of functions (`fewbit/convert/function_mode.py`), or change its settings."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fewbit.errors import InputError
-from fewbit.text import shorten
+from fewbit.printable import shorten
 
 PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
 _FAKE = torch._C._TorchDispatchModeKey.FAKE

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from fewbit.runtime.probes.measurements import NOTHING, PARAMETER
+from fewbit.runtime.probes.variances import NOTHING, PARAMETER
 
 MOST_EARLIER = 1024
 """The most nodes that are followed although they are older than the forward pass."""

@@ -15,9 +15,9 @@ from fewbit.runtime.format.distortion import relative_distortion
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.interop.cuda_streams import AsyncHostCopy, hold_for_stream
 from fewbit.runtime.probes.backward_graph import bottom_up, is_function, number_below
-from fewbit.runtime.probes.measurements import LEVELS, Node, NoiseOfSlot, variances
 from fewbit.runtime.probes.norms import by_edge, is_dense, norm
 from fewbit.runtime.probes.restoring import OBSERVED, Restoring
+from fewbit.runtime.probes.variances import LEVELS, Node, NoiseOfSlot, variances
 
 RESHAPES = frozenset(
     f"{name}Backward{number}"

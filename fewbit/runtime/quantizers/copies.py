@@ -7,8 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fewbit.runtime.format import layout
-from fewbit.runtime.format.buffers import seed_on
 from fewbit.runtime.format.channels import Normalization
+from fewbit.runtime.format.tensor_checks import seed_on
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import quantizer_ops
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fewbit.runtime.format import groups, layout
-from fewbit.runtime.format.buffers import seed_on
+from fewbit.runtime.format.tensor_checks import seed_on
 from fewbit.runtime.interop.checkpoint import in_backward
 from fewbit.runtime.ops import quantizer_ops
 from fewbit.runtime.quantizers import copies

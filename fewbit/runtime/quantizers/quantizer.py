@@ -40,8 +40,8 @@ from fewbit.runtime.interop.tensor_kinds import (
 from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.parallel.shards import has_arrived, is_distributed
 from fewbit.runtime.quantizers import computed, copies
+from fewbit.runtime.quantizers.fixed_point_copies import fixed_point_of
 from fewbit.runtime.quantizers.policy_copies import quantize_slot
-from fewbit.runtime.quantizers.preactivation import fixed_point_of
 from fewbit.runtime.quantizers.spec import (
     QuantizedTensorSpec,
     SavedTensors,

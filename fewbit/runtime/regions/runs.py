@@ -26,13 +26,13 @@ from fewbit.runtime.interop.module_calls import leave_to_interpreter
 from fewbit.runtime.interop.tensor_kinds import has_memory, is_plain
 from fewbit.runtime.quantizers import copies, integers
 from fewbit.runtime.quantizers.spec import SavedTensors
-from fewbit.runtime.regions import functions
+from fewbit.runtime.regions import function_kinds
 
 _WAY_OUT = "; use torch.utils.checkpoint.checkpoint for this region"
 _PACKED = torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 _WRAPPERS = frozenset(
     (
-        "torch.overrides torch.nn.functional torch.functional torch._tensor torch._ops fewbit.convert.functions "
+        "torch.overrides torch.nn.functional torch.functional torch._tensor torch._ops fewbit.convert.function_mode "
         "fewbit.runtime.regions.runs"
     ).split()
 )
@@ -60,7 +60,7 @@ class _RegionMode(ReplacingMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        return self.call(function, functions.kind_of(function), args, kwargs)
+        return self.call(function, function_kinds.kind_of(function), args, kwargs)
 
     def choose(self, function, dim, args, kwargs):
         """Call a function of kind CHOOSES. Its values are gathered by `decided` indices, also in the backward pass."""
@@ -115,23 +115,25 @@ class FirstRun(_RegionMode):
         self._made = set()  # storages of tensors without gradients that the region has made
 
     def call(self, function, kind, args, kwargs):
-        for tensor in functions.written(function, args, kwargs):
+        for tensor in function_kinds.written(function, args, kwargs):
             self.keep(tensor)
-        if kind == functions.NEUTRAL:
+        if kind == function_kinds.NEUTRAL:
             result = function(*args, **kwargs)
             self._note(result, args, kwargs)
             return result
         if self.decides:
-            if kind == functions.CHOOSES:
-                dim = functions.chosen_dim(function, args, kwargs)
+            if kind == function_kinds.CHOOSES:
+                dim = function_kinds.chosen_dim(function, args, kwargs)
                 if dim is not None and _decides(args, kwargs):
                     return self.choose(function, dim, args, kwargs)
-            elif kind == functions.DRAWS_ONE_HOT:
+            elif kind == function_kinds.DRAWS_ONE_HOT:
                 return self.draw_one_hot(function, *args, **kwargs)
-            elif kind == functions.DRAWS_SLOPES and functions.draws_slopes(function, args, kwargs):
+            elif kind == function_kinds.DRAWS_SLOPES and function_kinds.draws_slopes(
+                function, args, kwargs
+            ):
                 raise _drawn(function)
         result = function(*args, **kwargs)
-        if kind == functions.READS:
+        if kind == function_kinds.READS:
             if self.decides and _decides(args, kwargs):
                 self._add(function, copy.deepcopy(result), 0)
             return result
@@ -139,7 +141,7 @@ class FirstRun(_RegionMode):
         if self.decides:
             values = _decided_values(function, result, args, kwargs)
             if values and _decides(args, kwargs):
-                self.decided(function, values, functions.index_count(function, args, kwargs))
+                self.decided(function, values, function_kinds.index_count(function, args, kwargs))
         return result
 
     def decided(self, function, values, count):
@@ -148,7 +150,9 @@ class FirstRun(_RegionMode):
             self._tensors += [_packed(value, count) for value in values]
         self.count += len(values)
         on_cpu = self._preserves and values[0].device.type == "cpu"
-        state = torch.get_rng_state() if on_cpu and functions.draws_by_value(function) else None
+        state = (
+            torch.get_rng_state() if on_cpu and function_kinds.draws_by_value(function) else None
+        )
         self._add(function, state, len(values))
         return values
 
@@ -160,7 +164,7 @@ class FirstRun(_RegionMode):
                 "fewbit.checkpoint: a decision within torch.utils.checkpoint.checkpoint cannot be repeated from rounded "
                 "inputs; use fewbit.checkpoint for the inner region too, or torch's function for the outer one"
             )
-        self.decisions.append(Decision(functions.name_of(function), value, count))
+        self.decisions.append(Decision(function_kinds.name_of(function), value, count))
 
     def keep(self, tensor) -> None:
         """Keep a copy of the memory of a tensor that is about to change, if it is older than the region."""
@@ -193,14 +197,14 @@ class FirstRun(_RegionMode):
             if not has_memory(result):
                 return
             number = result.untyped_storage()._cdata
-            given = functions.tensors_in((*args, *kwargs.values()))
+            given = function_kinds.tensors_in((*args, *kwargs.values()))
             if all(not has_memory(x) or x.untyped_storage()._cdata != number for x in given):
                 self._made.add(number)
 
     def run_layer(self, function, args, kwargs):
         buffers = getattr(args[0], "_buffers", None) if args else None
         if buffers and args[0].training:
-            for tensor in functions.tensors_in(buffers.values()):
+            for tensor in function_kinds.tensors_in(buffers.values()):
                 self.keep(tensor)
         return run_outside(function, *args, **kwargs)
 
@@ -227,16 +231,16 @@ class Rerun(_RegionMode):
             kwargs = {name: self._own(value) for name, value in kwargs.items()}
         if not torch.is_grad_enabled():
             args = self._without_parameters(function, args)
-        if kind == functions.NEUTRAL or not self._decides:
+        if kind == function_kinds.NEUTRAL or not self._decides:
             return function(*args, **kwargs)
-        if kind == functions.CHOOSES:
-            dim = functions.chosen_dim(function, args, kwargs)
+        if kind == function_kinds.CHOOSES:
+            dim = function_kinds.chosen_dim(function, args, kwargs)
             if dim is not None and _decides(args, kwargs):
                 return self.choose(function, dim, args, kwargs)
-        elif kind == functions.DRAWS_ONE_HOT:
+        elif kind == function_kinds.DRAWS_ONE_HOT:
             return self.draw_one_hot(function, *args, **kwargs)
         result = function(*args, **kwargs)
-        if kind == functions.READS:
+        if kind == function_kinds.READS:
             # A copy, because the region may change it, and the next backward pass needs it too.
             return copy.deepcopy(self._next(function).value) if _decides(args, kwargs) else result
         values = _decided_values(function, result, args, kwargs)
@@ -259,7 +263,9 @@ class Rerun(_RegionMode):
         with outside_dispatch_modes(), torch._C.DisableTorchFunction():
             for _, value in zip(range(decision.count), values, strict=False):
                 recorded = _value(*next(self._tensors))
-                if recorded.shape != value.shape and not functions.may_differ_in_size(function):
+                if recorded.shape != value.shape and not function_kinds.may_differ_in_size(
+                    function
+                ):
                     raise _diverged(function, tuple(recorded.shape), tuple(value.shape))
                 found.append(recorded)
             if decision.value is not None:
@@ -268,7 +274,7 @@ class Rerun(_RegionMode):
 
     def _next(self, function) -> Decision:
         decision = next(self._decisions, None)
-        name = functions.name_of(function)
+        name = function_kinds.name_of(function)
         if decision is None or decision.name != name:
             raise _diverged(function, None if decision is None else decision.name, name)
         return decision
@@ -290,7 +296,7 @@ class Rerun(_RegionMode):
     def _without_parameters(self, function, args):
         """Return the arguments of a call with a copy of the parameter that the call would change a second time."""
         changed = [
-            x for x in functions.written(function, args, {}) if x.requires_grad and x.is_leaf
+            x for x in function_kinds.written(function, args, {}) if x.requires_grad and x.is_leaf
         ]
         if not changed:
             return args
@@ -344,7 +350,7 @@ def _recording():
 
 def _decides(args, kwargs) -> bool:
     """Return whether a call, not by fewbit's own code, gets a floating tensor and returns none."""
-    given = functions.tensors_in((*args, *kwargs.values()))
+    given = function_kinds.tensors_in((*args, *kwargs.values()))
     if not any(x.is_floating_point() or x.is_complex() for x in given):
         return False
     frame = sys._getframe(3)
@@ -355,11 +361,11 @@ def _decides(args, kwargs) -> bool:
 
 def _decided_values(function, result, args, kwargs) -> tuple[Tensor, ...]:
     """Return the decisions among the tensors that a call has returned, or to which it has assigned elements."""
-    result = functions.assigned(function, args) if result is None else result
+    result = function_kinds.assigned(function, args) if result is None else result
     results = (result,) if isinstance(result, Tensor) else result
     if not isinstance(results, list | tuple) or not all(isinstance(x, Tensor) for x in results):
         return ()
-    if functions.is_all_decided(function, args, kwargs):
+    if function_kinds.is_all_decided(function, args, kwargs):
         return tuple(results)
     return tuple(x for x in results if not (x.is_floating_point() or x.is_complex()))
 
@@ -396,13 +402,13 @@ def _value(spec, tensors) -> Tensor:
 def _diverged(function, first, second) -> GradientError:
     return GradientError(
         f"fewbit.checkpoint: expected the region to decide in both runs alike, got {first} in the first run and {second} "
-        f"in the second, at torch's function {functions.name_of(function)}" + _WAY_OUT
+        f"in the second, at torch's function {function_kinds.name_of(function)}" + _WAY_OUT
     )
 
 
 def _drawn(function) -> GradientError:
     return GradientError(
-        f"fewbit.checkpoint: torch's function {functions.name_of(function)} draws a random number for each negative element of "
+        f"fewbit.checkpoint: torch's function {function_kinds.name_of(function)} draws a random number for each negative element of "
         "its input, so the second run would draw others from rounded inputs" + _WAY_OUT
     )
 

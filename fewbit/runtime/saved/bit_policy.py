@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from fewbit.config import MAX_BITS
 from fewbit.errors import InputError
+from fewbit.printable import printable, shorten
 from fewbit.runtime.saved.assignment import BitAssignment, Probe, batch_size
 from fewbit.runtime.saved.sample_magnitudes import GradientMagnitudes, SampleNumbering
 from fewbit.sizes import counted
-from fewbit.text import printable, shorten
 
 if TYPE_CHECKING:
     from fewbit.render.rows import Rows

@@ -9,9 +9,9 @@ from itertools import islice
 import torch
 
 from fewbit.errors import InputError
+from fewbit.printable import printable
 from fewbit.runtime.interop.cuda_streams import hold_for_stream
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.text import printable
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from fewbit.config import (
     name_of_class,
 )
 from fewbit.convert import kinds
-from fewbit.convert.functions import FunctionQuantizers
+from fewbit.convert.function_mode import FunctionQuantizers
 from fewbit.errors import InputError
+from fewbit.printable import meant, shorten
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
 from fewbit.runtime.graph import packs
 from fewbit.runtime.graph.compressor import GraphSettings
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.context import ForwardContext
-from fewbit.text import meant, shorten
 
 EXTRA_BITS_OF_ATTENTION = 2, 3, 1
 EXTRA_BITS_OF_GATES = 1, 1

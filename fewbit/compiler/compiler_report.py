@@ -13,7 +13,7 @@ from torch import fx
 from fewbit.compiler.graphs import is_from_fewbit, module_of, size_in_bytes
 from fewbit.compiler.joint_graph import JointGraph
 from fewbit.compiler.rewrite import Copy
-from fewbit.compiler.sizes import count, hints
+from fewbit.compiler.symbolic_sizes import count, hints
 from fewbit.compiler.uses import VIEWS
 from fewbit.render.formats import amount, bits_or_exact, module_pattern, unit_of
 from fewbit.render.result import Result

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from numbers import Real
 
 from fewbit.errors import InputError
-from fewbit.text import shorten
+from fewbit.printable import shorten
 
 MIN_BITS, MAX_BITS = 1, 8
 """The least and the most bits of a quantized element."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch.distributed as dist
 
 from fewbit.errors import FewbitError, InputError
-from fewbit.text import one_line, shorten
+from fewbit.printable import one_line, shorten
 
 DDP, FSDP = KINDS = "ddp", "fsdp"
 SHARDED = (

@@ -6,10 +6,10 @@ import os
 from typing import ClassVar, Self
 
 from fewbit.errors import InputError
+from fewbit.printable import shorten
 from fewbit.render.result import Result
 from fewbit.schema import find_error, format_path
 from fewbit.schema.documents import parse_json, read_text
-from fewbit.text import shorten
 
 
 class Document(Result):

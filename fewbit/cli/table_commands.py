@@ -20,10 +20,10 @@ from fewbit.cli.options import (
     table_options,
 )
 from fewbit.cli.output import print_report, print_result
-from fewbit.cli.progress import Progress
+from fewbit.cli.progress_bar import Progress
 from fewbit.cli.selection import select_tables
 from fewbit.errors import FewbitError, TableError
-from fewbit.text import printable
+from fewbit.printable import printable
 
 QUANTIZER = "quantizer"
 """The argument with which `fewbit compare` compares quantizers instead of tables."""

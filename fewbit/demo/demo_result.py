@@ -12,7 +12,7 @@ import torch
 
 from fewbit._version import __version__
 from fewbit.demo import training
-from fewbit.demo.picture import draw_demo
+from fewbit.demo.demo_figure import draw_demo
 from fewbit.render.formats import amount
 from fewbit.render.result import Result
 from fewbit.render.view import Column, View

@@ -8,9 +8,9 @@ from dataclasses import MISSING, fields
 from numbers import Real
 from typing import Any, ClassVar
 
-from fewbit.config.values import check_average, check_bits, is_whole, plain_number, require
+from fewbit.config.limits import check_average, check_bits, is_whole, plain_number, require
 from fewbit.errors import InputError
-from fewbit.text import meant
+from fewbit.printable import meant
 
 
 def number_field(check: Callable) -> Callable:

@@ -9,7 +9,7 @@ from fewbit.render import figures
 from fewbit.render.formats import amount
 
 if TYPE_CHECKING:
-    from fewbit.demo.result import Demo
+    from fewbit.demo.demo_result import Demo
 
 
 def draw_demo(figure, demo: Demo) -> None:

@@ -19,10 +19,10 @@ from fewbit.cli.options import (
     several_bits,
 )
 from fewbit.cli.output import print_result
-from fewbit.cli.progress import Progress
+from fewbit.cli.progress_bar import Progress
 from fewbit.errors import FewbitError
 from fewbit.files import check_writable
-from fewbit.text import one_line
+from fewbit.printable import one_line
 
 _FAMILIES = [family.name for family in models.FAMILIES]
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import tiny_models
 import torch
-from measured import most_bytes
+from harness import most_bytes
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaForCausalLM

@@ -1,9 +1,9 @@
-"""A small model whose gradients are measured, a loss with a different gradient for each output, and the memory of a step."""
+"""A small model whose gradients are measured, a loss with a different gradient for each output, and the peak of a step."""
 
 import torch
+from harness import most_bytes
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 
@@ -33,19 +33,6 @@ def gradient(model, batch, loss=squared):
     """Return the gradients of all parameters in one float64 vector."""
     found = torch.autograd.grad(loss(model, batch), list(model.parameters()))
     return torch.cat([tensor.double().flatten() for tensor in found])
-
-
-def most_bytes(run) -> int:
-    """Return by how many bytes the CPU's memory has grown at most while run() runs, from the profiler's list of allocations."""
-    activities = [ProfilerActivity.CPU]
-    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
-        run()
-    now = most = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
 
 
 def measured_peak(model, batch, loss, make=torch.optim.AdamW):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measured import most_bytes
+from harness import most_bytes
 from torch.nn.parallel import DistributedDataParallel
 from trainer_runs import USUAL, llama, texts, weights
 from transformers import Trainer, TrainingArguments

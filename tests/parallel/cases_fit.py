@@ -5,7 +5,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from measured import most_bytes
+from harness import most_bytes
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor

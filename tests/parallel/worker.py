@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+    root = Path(__file__).parents[2]
+    sys.path += str(root / "tests" / "helpers"), str(root / "benchmarks")
     file, rank, rendezvous, results = sys.argv[1:]
     torch.set_num_threads(1)
     rank, cases = int(rank), importlib.import_module(file).CASES

@@ -6,7 +6,8 @@ import sys
 import pytest
 import tiny_models
 import torch
-from measured import measured_peak, most_bytes
+from harness import most_bytes
+from measured import measured_peak
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaForCausalLM

@@ -20,11 +20,6 @@ BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results" / "alternatives.json"
 
 
-@pytest.fixture(autouse=True)
-def paths(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 def test_the_page_shows_the_stored_results():
     from rivals import page as alternatives_page
 

@@ -15,11 +15,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ONLY_BENCHMARKS_NEED = {"kmeans1d"}
 
 
-@pytest.fixture(autouse=True)
-def paths(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 NAMES = [
     ".".join(path.relative_to(BENCHMARKS).with_suffix("").parts)
     for path in sorted(BENCHMARKS.rglob("*.py"))

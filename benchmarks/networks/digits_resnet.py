@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 
 import numpy as np
 import torch
+from networks.short_training import train_and_test
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -85,47 +85,28 @@ def batches(generator: torch.Generator):
         yield images[part], labels[part]
 
 
+def endless_batches(generator: torch.Generator):
+    """Yield the batches of one epoch after the other."""
+    while True:
+        yield from batches(generator)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    images, labels = batch
+    return cross_entropy(model(images), labels)
+
+
+def test(model: nn.Module) -> tuple[float, dict[str, float]]:
+    """Return (loss, {"accuracy": accuracy}) on the test digits."""
+    _, _, images, labels = digits()
+    logits = model(images)
+    accuracy = (logits.argmax(1) == labels).double().mean().item()
+    return cross_entropy(logits, labels).item(), {"accuracy": accuracy}
+
+
 def train(
     model: nn.Module, seed: int, progress: Callable[[int], None] = lambda step: None
 ) -> dict[str, float]:
-    """Train a model in place with AdamW. The learning rate falls to zero along a cosine.
-
-    Args:
-        model: The model.
-        seed: The seed of the batches and of random rounding.
-        progress: Called after every step with the number of steps done.
-
-    Returns:
-        "final": the loss on the test digits. "train": the mean loss of the last epoch. "accuracy": the share of test digits
-        that are classified correctly.
-    """
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True
-    )
+    """Train a model in place for EPOCHS, and return the result of `short_training.train_and_test`."""
     steps = EPOCHS * (len(digits()[1]) // BATCH)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / steps))
-    )
-    generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for _ in range(EPOCHS):
-            losses = []
-            for images, labels in batches(generator):
-                value = cross_entropy(model(images), labels)
-                optimizer.zero_grad()
-                value.backward()
-                optimizer.step()
-                schedule.step()
-                losses.append(value.item())
-                progress(schedule.last_epoch)
-    model.eval()
-    _, _, images, labels = digits()
-    with torch.no_grad():
-        logits = model(images)
-    model.train()
-    return {
-        "final": cross_entropy(logits, labels).item(),
-        "train": sum(losses) / len(losses),
-        "accuracy": (logits.argmax(1) == labels).double().mean().item(),
-    }
+    return train_and_test(model, endless_batches, loss, test, steps, LEARNING_RATE, seed, progress)

@@ -63,8 +63,7 @@ def batches(network, seed):
     settings = training.TrainingSettings()
     while network == "transformer":
         yield text.python_topics().batch(settings.batch, settings.context, generator)
-    while True:
-        yield from digits_resnet.batches(generator)
+    yield from digits_resnet.endless_batches(generator)
 
 
 def compress(model, method, bits):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import chain, repeat
 from typing import NamedTuple
 
 import torch
 from networks import digits_resnet, short_training, super_resolution, text_classifier
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from fewbit.demo import text, training
 
@@ -77,11 +75,6 @@ def digits(quick: bool) -> Task:
     """Make the task of the ResNet for digits, with ReLU."""
     digits_resnet.EPOCHS = 1 if quick else EPOCHS
     of_epoch = len(digits_resnet.digits()[1]) // digits_resnet.BATCH
-
-    def loss(model, batch):
-        images, labels = batch
-        return cross_entropy(model(images), labels)
-
     return Task(
         "ResNet, digits",
         "accuracy",
@@ -90,8 +83,8 @@ def digits(quick: bool) -> Task:
         1,
         digits_resnet.EPOCHS * of_epoch,
         lambda seed: digits_resnet.build(nn.ReLU, seed),
-        lambda generator: chain.from_iterable(map(digits_resnet.batches, repeat(generator))),
-        loss,
+        digits_resnet.endless_batches,
+        digits_resnet.loss,
         digits_resnet.train,
     )
 

@@ -1,14 +1,16 @@
 """`fewbit.fit_` against settings made by hand: measured peaks, times in turns, and errors, on the CPU.
 
-    python benchmarks/fit.py                 # all six models; an hour on two cores
+    python benchmarks/fit.py                 # all seven models; an hour on two cores
     python benchmarks/fit.py llama-lora moe  # some of them
     python benchmarks/fit.py --draw          # docs/images/fit.png from the results
 
 For each model, `fit_` chooses settings for four targets between the least memory that it can reach and the peak of exact
 training. The peak of each setting is measured by torch's profiler in the second of two whole steps with SGD, and the times of
 forward and backward passes in turns: all settings once, then all once more, and so on. Times are those of the only thread, in which
-other programs do not count. A time is the median over the rounds of the ratio to the exact step of the same round. The results are
-in results/fit.json.
+other programs do not count. A time is the median over the rounds of the ratio to the exact step of the same round. The memory
+budget of torch.compile is an arm of its own turns with exact steps, because the settings of a compiled model cannot be changed. Its
+graphs run op by op, like eager mode. `fit_` offloads nothing on the CPU, where the host's memory is
+the device's. The results are in results/fit.json.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import sys
 import time
 import warnings
 from collections import defaultdict
+from functools import partial
 
 import harness
 import torch
+from networks.compiled_networks import with_budget
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -39,12 +43,17 @@ NAME = "fit"
 SHARES = (0.75, 0.5, 0.25, 0.08)
 """The targets: so much of the way from the least peak to the exact one."""
 ERROR, ROUNDS = 0.1, 5
+SGD = partial(torch.optim.SGD, lr=0.0)
+BUDGETS = (0.5, 0.2)
+"""Of torch.compile: the shares of what it would save."""
 aten = torch.ops.aten
 PRODUCTS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 }  # fmt: skip
 """The operations whose results selective checkpoints save."""
+NOT_SHOWN = ("checkpoint, 4 bits", "checkpoint 8 bits, 4 bits")
+"""The slowest arms, which the picture leaves out."""
 SHOWN = {"transformer": "transformer", "llama-lora": "Llama with LoRA", "resnet-50": "ResNet-50"}
 """{the models of the picture: their titles}."""
 
@@ -107,10 +116,19 @@ def resnet():
 
 
 def unet():
-    from studies.fits import unet
+    from diffusers import UNet2DModel
 
-    model, batch, loss = unet()
-    return model, tuple(x[:8].clone() for x in batch), loss
+    model = UNet2DModel(
+        sample_size=32, block_out_channels=(32, 64), layers_per_block=2, norm_num_groups=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    batch = torch.randn(8, 3, 32, 32), torch.randint(1000, (8,)), torch.randn(8, 3, 32, 32)
+
+    def loss(model, batch):
+        noisy, steps, noise = batch
+        return F.mse_loss(model(noisy, steps).sample, noise)
+
+    return model, batch, loss
 
 
 def encoder_decoder():
@@ -171,10 +189,9 @@ def by_hand(paths):
     }
 
 
-def measured_peak(model, batch, loss) -> int:
+def measured_peak(model, batch, loss, make=SGD) -> int:
     """Return the most bytes that exist at one moment of the second training step, as torch's profiler sees it."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
 
     def step():
         loss(model, batch).backward()
@@ -182,7 +199,8 @@ def measured_peak(model, batch, loss) -> int:
         optimizer.zero_grad()
 
     step()
-    existing = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    existing = [*model.parameters(), *model.buffers(), *tensors_of(batch), *tensors_of(states)]
     before = sum(dict(map(identity_of, existing)).values())
     return before + harness.most_bytes(step)
 
@@ -242,8 +260,6 @@ def compared(name: str) -> dict:
             "error": error,
             "code": settings.code,
         }
-    for target in targets:
-        _judge(target, rows)
     return {
         "examined_seconds": round(examined, 1),
         "blocks": len(found.paths),
@@ -252,8 +268,49 @@ def compared(name: str) -> dict:
     }
 
 
-def _judge(target: dict, rows: dict) -> None:
-    """Compare the choice for a target with the settings by hand that fit in the same memory."""
+def budgets(name: str) -> dict:
+    """Return {name of an arm: its measurements} of torch's memory budgets, in turns with exact training."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model, batch, loss = MODELS[name]()
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            # The backward graph would save running statistics, which the forward graph has changed.
+            module.running_mean = module.running_var = module.num_batches_tracked = None
+    value = loss or loss_of_output
+    calls = {f"memory budget {share:g}": with_budget(model, share) for share in BUDGETS}
+    calls = {"exact": model, **calls}
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    times, gradients = defaultdict(list), {}
+    for arm, call in calls.items():
+        gradients[arm] = torch.autograd.grad(value(call, batch), parameters)
+        torch.testing.assert_close(gradients[arm], gradients["exact"], rtol=1e-3, atol=1e-4)
+    for _ in range(ROUNDS):
+        for arm, call in calls.items():
+            gc.collect()
+            begin = time.thread_time()
+            torch.autograd.grad(value(call, batch), parameters)
+            times[arm].append(time.thread_time() - begin)
+    del gradients
+    return {
+        arm: {
+            "peak": measured_peak(model, batch, lambda model, batch, call=call: value(call, batch)),
+            "seconds": [round(s, 4) for s in times[arm]],
+            "time": statistics.median(
+                a / b for a, b in zip(times[arm], times["exact"], strict=True)
+            ),
+            "error": 0.0,
+            "code": f"torch._functorch.config.activation_memory_budget = {arm.split()[-1]}",
+        }
+        for arm, call in calls.items()
+        if arm != "exact"
+    }
+
+
+def judge(target: dict, rows: dict) -> None:
+    """Compare the choice for a target with the other settings that fit in the same memory."""
     if target["predicted_peak"] is None:
         return
     own = rows[target["arm"]]
@@ -281,12 +338,17 @@ def draw(rows) -> None:
     matplotlib("benchmarks/fit.py")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
     found = [row for name in SHOWN for row in rows if row["model"] == name]
     panels, labels = figure.subplots(1, len(found)), []
     for axes, row in zip(panels, found, strict=True):
-        points = {arm: (one["peak"] / 2**20, one["time"]) for arm, one in row["arms"].items()}
-        hand = {arm: xy for arm, xy in points.items() if not arm.startswith("fit_")}
+        points = {
+            arm: (one["peak"] / 2**20, one["time"])
+            for arm, one in row["arms"].items()
+            if arm not in NOT_SHOWN
+        }
+        budgets = {arm: xy for arm, xy in points.items() if arm.startswith("memory budget")}
+        hand = {arm: xy for arm, xy in points.items() if not arm.startswith(("fit_", "memory"))}
         chosen = defaultdict(list)  # several targets may have the same choice
         for arm, one in row["arms"].items():
             if arm.startswith("fit_"):
@@ -294,15 +356,30 @@ def draw(rows) -> None:
         front = sorted(
             tuple(map(statistics.fmean, zip(*xys, strict=True))) for xys in chosen.values()
         )
-        axes.plot(*zip(*hand.values(), strict=True), "o", color="tab:gray", label="set by hand")
+        for found, color, label in (
+            (hand, "tab:gray", "set by hand"),
+            (budgets, "tab:orange", "memory budget of torch.compile"),
+        ):
+            axes.plot(*zip(*found.values(), strict=True), "o", color=color, label=label)
         axes.plot(*zip(*front, strict=True), "o-", color="tab:blue", label="chosen by fit_")
-        labels.append([(arm, xy, "black") for arm, xy in hand.items()])
+        labels.append(
+            [
+                (
+                    arm.removeprefix("memory ").replace(
+                        "checkpoint every second", "every second block"
+                    ),
+                    xy,
+                    "black",
+                )
+                for arm, xy in (hand | budgets).items()
+            ]
+        )
         axes.margins(0.25, 0.12)
         axes.set_title(SHOWN[row["model"]], fontsize="medium")
         axes.set_xlabel("peak memory of a step, MiB")
         axes.grid(alpha=0.25)
     panels[0].set_ylabel("time / exact time")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     for axes, of_axes in zip(panels, labels, strict=True):
         add_labels(axes, of_axes)
     figure.savefig(harness.IMAGES / "fit.png", dpi=200)
@@ -334,6 +411,11 @@ def main():
     tasks = [{"model": name} for name in names]
     rows = harness.run_missing(NAME, about, compared, tasks, 1)
     for row in rows:
+        if not any(arm.startswith("memory budget") for arm in row["arms"]):
+            row["arms"] |= harness.in_process(budgets, row["model"])
+        for target in row["targets"]:
+            judge(target, row["arms"])
+        harness.save(NAME, about, rows)
         show(row)
 
 

@@ -8,7 +8,7 @@
 
 A step is a forward and a backward pass of two blocks (gpu_training.py) on TOKENS tokens. The arms: exact training; torch's
 checkpointing of every block; selective checkpointing, which saves the results of products and of attention; the memory budget of
-torch.compile's partitioner, with the backend aot_eager, which runs op by op like eager mode; fewbit with 4 and 2 bits;
+torch.compile's partitioner, whose graphs run op by op like eager mode; fewbit with 4 and 2 bits;
 `fewbit.checkpoint_` with inputs of 8 bits, and with 2 bits inside of the regions; and `fewbit.fit_` with a quarter of the memory between the least that it
 can reach and the peak of exact training.
 
@@ -40,9 +40,8 @@ import gpu_training
 import harness
 import numpy as np
 import torch
-import torch._functorch.config as functorch_config
 from fit import OptimizerBytes, Search, examine
-from networks.compiled_networks import plain
+from networks.compiled_networks import with_budget
 from rivals.arms import PRODUCTS
 from rivals.step_bytes import step_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,16 +73,6 @@ def selective(model):
     return model
 
 
-def budget(model):
-    compiled = plain(model)
-
-    def call(*inputs):
-        with functorch_config.patch(activation_memory_budget=0.5):
-            return compiled(*inputs)
-
-    return call
-
-
 def few(bits):
     def arm(model):
         fewbit.compress_(model, bits, verbose=False)
@@ -105,7 +94,7 @@ ARMS = {
     "exact": lambda model: model,
     "checkpointing": gpu_training.checkpointed,
     "selective checkpointing": selective,
-    "memory budget 0.5": budget,
+    "memory budget 0.5": functools.partial(with_budget, share=0.5),
     "4 bits": few(4),
     "2 bits": few(2),
     "checkpoint_": gpu_training.checkpoint_,

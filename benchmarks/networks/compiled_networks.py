@@ -1,26 +1,58 @@
-"""The networks of compiled.py, each with its loss and batches."""
+"""The small networks of studies/compiled.py, with random weights, and their losses and batches of characters and digits."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.nn.functional as F
-from networks import small_networks
-from networks.small_networks import Network
+from networks import digits_resnet
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 import fewbit
 from fewbit.compiler.compiling import _aot_eager
+from fewbit.demo import text
 from fewbit.models.efficientnet import MBConv, _unit
 from fewbit.models.resnet import BasicBlock
 
-WIDTH, HEADS, BATCH, LENGTH, VOCABULARY = 128, 4, 16, 64, 256
+WIDTH, LAYERS, HEADS, BATCH, LENGTH, VOCABULARY = 128, 2, 4, 16, 64, 256
 STEPS = 32
 """The number of tokens of recurrences, whose loops torch.compile unrolls."""
+
+
+corpus = functools.cache(text.python_topics)
+
+
+class Network(NamedTuple):
+    """A network and its training.
+
+    Attributes:
+        build: a function that returns the model, in training mode. The parameters depend on torch's seed.
+        batch: a function of the number of a step, which returns the step's (inputs, targets).
+        loss: a function of (model, inputs, targets).
+    """
+
+    build: Callable
+    batch: Callable
+    loss: Callable
 
 
 class Block(nn.Module):
@@ -126,6 +158,38 @@ class Scan(nn.Module):
         return x + self.out(torch.stack(found, 1) * F.silu(self.gate(y)))
 
 
+class UNet(nn.Module):
+    """Two levels of convolutions with group norm and SiLU, as in diffusion models. It predicts the noise of images."""
+
+    def __init__(self, width: int = 32):
+        super().__init__()
+        self.head = nn.Conv2d(1, width, 3, padding=1)
+        self.down = _convolutions(width, width)
+        self.middle = nn.Sequential(
+            nn.Conv2d(width, 2 * width, 3, 2, 1), *_convolutions(2 * width, 2 * width)
+        )
+        self.up = nn.ConvTranspose2d(2 * width, width, 4, 2, 1)
+        self.tail = nn.Sequential(
+            *_convolutions(2 * width, width), nn.Conv2d(width, 1, 3, padding=1)
+        )
+
+    def forward(self, x):
+        """Return the predicted noise, in the shape of x."""
+        first = self.down(self.head(x))
+        return self.tail(torch.cat([first, self.up(self.middle(first))], 1))
+
+
+def _convolutions(inputs, outputs):
+    layers = []
+    for width in (inputs, outputs):
+        layers += [
+            nn.Conv2d(width, outputs, 3, padding=1),
+            nn.GroupNorm(8, outputs),
+            nn.SiLU(),
+        ]
+    return nn.Sequential(*layers)
+
+
 def _of_blocks(block, length=LENGTH, count=2) -> Network:
     def build():
         blocks = [block() for _ in range(count)]
@@ -187,21 +251,73 @@ def convolutional() -> dict:
     }
 
 
+def _language_model(config, model):
+    def build():
+        return model(config)
+
+    def batch(step):
+        ids, targets = _characters(step)
+        return ids, targets
+
+    def loss(model, ids, targets):
+        logits = model(input_ids=ids).logits
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return Network(build, batch, loss)
+
+
+def _characters(step):
+    generator = torch.Generator().manual_seed(step)
+    return corpus().batch(BATCH, LENGTH, generator)
+
+
+def _digits(step):
+    images, labels, _, _ = digits_resnet.digits()
+    chosen = torch.randint(len(images), (64,), generator=torch.Generator().manual_seed(step))
+    return images[chosen], labels[chosen]
+
+
+def _noisy_digits(step):
+    images, _ = _digits(step)
+    noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(step + 1))
+    return images + noise, noise
+
+
+def _classify(model, inputs, targets):
+    logits = model(inputs)
+    return cross_entropy(getattr(logits, "logits", logits), targets)
+
+
 def networks() -> dict[str, Network]:
     """Return the networks by name."""
-    others = small_networks.networks()
+    common = {"vocab_size": len(corpus().alphabet)}
+    gpt = GPT2Config(n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=LENGTH, **common)
+    gpt.resid_pdrop = gpt.embd_pdrop = gpt.attn_pdrop = 0.0
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    llama = LlamaConfig(intermediate_size=344, num_key_value_heads=2, **sizes, **common)
+    bert = BertConfig(intermediate_size=4 * WIDTH, attn_implementation="eager", **sizes, **common)
+    bert.hidden_dropout_prob = bert.attention_probs_dropout_prob = 0.0
+    vit = ViTConfig(
+        intermediate_size=4 * WIDTH, image_size=8, patch_size=2, num_channels=1, **sizes
+    )
+    vit.num_labels, vit.hidden_dropout_prob = 10, 0.0
+    vit.attention_probs_dropout_prob = 0.0
     return {
         "GPT-2 with F.gelu": _of_blocks(Block),
-        "GPT-2": others["GPT-2"],
-        "Llama": others["Llama"],
-        "BERT, attention written out": others["BERT, attention written out"],
+        "GPT-2": _language_model(gpt, GPT2LMHeadModel),
+        "Llama": _language_model(llama, LlamaForCausalLM),
+        "BERT, attention written out": _language_model(bert, BertForMaskedLM),
         "mixture of experts": _of_blocks(Experts),
         "LSTM": _of_blocks(LSTM, STEPS, 1),
         "state-space scan": _of_blocks(Scan, STEPS, 1),
         "einsum attention": _of_blocks(lambda: EinsumBlock(WIDTH, HEADS)),
-        "ViT on digits": others["ViT on digits"],
-        "ResNet on digits": others["ResNet on digits"],
-        "U-Net on digits": others["U-Net on digits"],
+        "ViT on digits": Network(lambda: ViTForImageClassification(vit), _digits, _classify),
+        "ResNet on digits": Network(
+            lambda: digits_resnet.build(nn.ReLU, torch.initial_seed()), _digits, _classify
+        ),
+        "U-Net on digits": Network(
+            UNet, _noisy_digits, lambda model, x, noise: mse_loss(model(x), noise)
+        ),
     }
 
 
@@ -242,6 +358,21 @@ def plain(module, backend="aot_eager"):
     if backend == "aot_eager":
         backend = _aot_eager(min_cut_rematerialization_partition)
     return torch.compile(module, backend=backend)
+
+
+def with_budget(module, share):
+    """Compile a module so that its forward pass saves a `share` of what it would save, and the rest is computed again.
+
+    This is the memory budget of torch's partitioner. The graphs run op by op, like eager mode, and free each tensor after its last use.
+    """
+    backend = aot_autograd(fw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(module, backend=backend)
+
+    def call(*inputs, **named):
+        with functorch_config.patch(activation_memory_budget=share):
+            return compiled(*inputs, **named)
+
+    return call
 
 
 def few(module, bits, backend="aot_eager"):

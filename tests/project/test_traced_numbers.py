@@ -17,7 +17,16 @@ TABLE = re.compile(r"^ *<!-- numbers: (.+?) -->\n+((?: *\|.*\n)+)", re.MULTILINE
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?")
 NO_MEASUREMENT = re.compile(r"`[^`]*`|\b\d+ bits?\b|\d+ x \d+")
 # Pages all of whose tables with measured numbers have the comment, or are written by a script between marks.
-WHOLLY_TRACED = ["gpu.md", "results/index.md", "results/levels.md", "results/memory.md"]
+WHOLLY_TRACED = [
+    "concepts/quantizer.md",
+    "gpu.md",
+    "guides/compile.md",
+    "guides/fit.md",
+    "guides/lora.md",
+    "results/index.md",
+    "results/levels.md",
+    "results/memory.md",
+]
 
 
 def tables():

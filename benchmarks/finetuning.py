@@ -3,6 +3,7 @@
     python benchmarks/finetuning.py                    # everything; many hours on one core. Runs that are stored are not repeated
     python benchmarks/finetuning.py --tasks lora --seeds 1 --arms exact "2 bits"
     python benchmarks/finetuning.py --costs            # only memory and times of a step: about 20 minutes
+    python benchmarks/finetuning.py --costs --tasks digits --rounds 20   # of steps that are short
     python benchmarks/finetuning.py --summary          # only the summary and the pictures, from what is stored
     python benchmarks/finetuning.py --quick            # a few steps, to check that it works
 
@@ -350,11 +351,12 @@ def main(arguments=None):
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, help="fewer steps than by default")
     parser.add_argument("--costs", action="store_true")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="the steps that are timed")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--summary", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    steps, rounds = (3, 2) if options.quick else (options.steps, ROUNDS)
+    steps, rounds = (3, 2) if options.quick else (options.steps, options.rounds)
     name = "finetuning_quick" if options.quick else "finetuning"
     about = harness.machine("torch", "transformers", "peft")
     rows = harness.stored(name)

@@ -1,4 +1,4 @@
-"""The ratio E|g^|^2 / E|g|^2 of a compressed model's gradients g^ and exact gradients g, over passes called draws."""
+"""The comparison of a compressed model's gradients g^ with exact gradients g."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fewbit.render.view import Column, View
 from fewbit.runtime.saved.context import ForwardContext, contexts_of, measuring
 
 MOST_NAMED = 3
-"""The largest number of modules that a warning names."""
+"""The most modules that a warning names."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,12 +42,12 @@ class GradientRatio(Result):
 
     Attributes:
         ratio: E|g^|^2 / E|g|^2 of all parameters, each summed over batches; also the result of `float(...)`.
-        error: The standard error of the ratio, computed from the differences between draws.
+        error: The standard error of the ratio, from the differences between draws.
         limit: 1 + e2 of the model's `ErrorBound`, or None.
         by_module: {module's path: ratio of the module's own parameters}; NaN if their exact gradient is 0.
         draws: The number of passes over each batch with independent rounding.
         relative_error: E|g^ - g|^2 / |g|^2 of all parameters, which every bias of g^ increases.
-        relative_by_module: {module's path: relative error of the module's own parameters}; NaN as in `by_module`.
+        relative_by_module: {module's path: relative error of its own parameters}; NaN as in `by_module`.
     """
 
     ratio: float
@@ -90,19 +90,19 @@ class GradientRatio(Result):
 
     @property
     def _is_smaller(self) -> bool:
-        """Return whether the relative error is above e2, beyond chance, while the ratio is within the limit."""
+        """Return whether the relative error is above e2 although the ratio is within the limit."""
         unbiased = 1 + self.relative_error
         return self.ratio <= self.limit < unbiased and self.ratio + self.chance < unbiased
 
     def records(self) -> list[dict]:
-        """Return a dict for each module that owns parameters: its path, ratio and relative error."""
+        """Return a dict for each module with parameters."""
         return [
             {"module": name, "ratio": ratio, "relative_error": self.relative_by_module[name]}
             for name, ratio in self.by_module.items()
         ]
 
     def view(self) -> View:
-        """Return a table with a row for each module that owns parameters."""
+        """Return a table of `records`."""
         columns = (
             Column("module", lambda row: module_name(row["module"]), "name"),
             Column("ratio", lambda row: _number(row["ratio"], self.limit)),
@@ -143,7 +143,7 @@ def gradient_ratio(
     seed: int,
     limit: float | None,
 ) -> GradientRatio:
-    """Measure a `GradientRatio`; see `Controller.gradient_ratio`. `limit` is 1 + e2 of the model's `ErrorBound`, or None.
+    """Return the result of `Controller.gradient_ratio`. `limit` is 1 + `ErrorBound.e2`, or None.
 
     Raises:
         InputError: an argument cannot be used, or the gradient is 0 or not finite.
@@ -198,7 +198,7 @@ def gradient_ratio(
 def _of_batch(
     measured: Measured, exact: Measured, context: ForwardContext, batch, number, draws
 ) -> tuple:
-    """Measure one batch. Return |g|^2, (P,), |g^|^2, (draws, P), and |g^ - g|^2, (draws, P), for each of P modules."""
+    """Return |g|^2, (P,), and |g^|^2 and |g^ - g|^2, both (draws, P), of P modules."""
     true = exact.gradient(batch, number)
     squares, errors = [], []
     for draw in range(draws):

@@ -1,6 +1,6 @@
-"""Gradients of a copy of a model on given batches: checks of the user's arguments, passes, and squared norms.
+"""Gradients of a copy of a model on given batches, and checks of the user's arguments.
 
-The parameters are divided into P groups, one for each module that owns parameters.
+P is the number of modules that own parameters.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ EXPECTED_LOSS = "expected a function (model, batch) -> scalar tensor, as lambda 
 
 
 class Measured:
-    """A copy of the model whose gradients, lists with a tensor for each parameter, are measured.
-
-    `loss` and `seed` are the user's. `groups` is {path of a module: its own parameters that require grad}, and
-    `parameters` all of them.
-    """
+    """A copy of the model whose gradients, lists with a tensor for each of `parameters`, are measured."""
 
     def __init__(self, model: nn.Module, loss: Loss, seed: int):
         self.model = model
@@ -46,7 +42,7 @@ class Measured:
 
     @contextmanager
     def forward(self, batch, number: int):
-        """Run a forward and yield the loss of the batch, with the graph; dropout is the same for the same number."""
+        """Run a forward and yield the loss, with the graph; dropout is the same for the same number."""
         modules, tensors = dict(self.model.named_modules()), tensors_of(batch)
         with unchanged(modules, tensors):
             devices = {tensor.device for tensor in (*self.parameters, *tensors)}
@@ -57,7 +53,7 @@ class Measured:
             yield value
 
     def value(self, batch) -> torch.Tensor:
-        """Return the loss of a batch. Raise InputError if `loss` takes the model or the batch for a tensor."""
+        """Return a batch's loss. Raise InputError if `loss` takes the model or the batch for a tensor."""
         try:
             return self.loss(self.model, batch)
         except (TypeError, AttributeError) as error:
@@ -68,9 +64,7 @@ class Measured:
             ) from error
 
     def backward(self, value: torch.Tensor, again: bool = False) -> list[torch.Tensor]:
-        """Return the gradients of `parameters`, with zeros for a parameter without gradient, and complex ones viewed as real.
-
-        With `again`, the graph is retained for another backward pass.
+        """Return the gradients: zeros for parameters without one, complex ones viewed as real. `again` retains the graph.
 
         Raises:
             InputError: the loss does not depend on any parameter, or the model has reentrant checkpoints.
@@ -97,7 +91,7 @@ class Measured:
         ]
 
     def gradient(self, batch, number: int) -> list[torch.Tensor]:
-        """Return the gradients of one forward and backward pass."""
+        """Return the gradients of one pass."""
         with self.forward(batch, number) as value:
             return self.backward(value)
 
@@ -119,22 +113,19 @@ def _as_real(x: torch.Tensor) -> torch.Tensor:
 
 
 def difference(a, b) -> list[torch.Tensor]:
-    """Return the difference a - b of two gradients."""
+    """Return a - b of two gradients."""
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
 def squared(gradient) -> float:
-    """Return the squared norm of a gradient, computed in float64."""
+    """Return the squared norm of a gradient, in float64."""
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in gradient]
     device = norms[0].device  # a single transfer, also for a model on several devices
     return float(torch.stack([norm.to(device) for norm in norms]).square().sum())
 
 
 def sampling(exact: Measured, parts) -> np.ndarray:
-    """Return half the squared norm of the difference between the gradients of pairs of minibatches, (pairs, P) float64.
-
-    Its mean over pairs estimates the variance of the gradient between minibatches.
-    """
+    """Return an estimate of the gradient's variance between minibatches for each pair of them, (pairs, P) float64."""
     pairs = []
     for first in range(0, len(parts) - 1, 2):
         pair = [exact.gradient(parts[number], number) for number in (first, first + 1)]
@@ -143,11 +134,7 @@ def sampling(exact: Measured, parts) -> np.ndarray:
 
 
 def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.ndarray, str]:
-    """Estimate the variance of the gradient between batches, or between chunks of a single batch, divided by their number.
-
-    `batches` is `batches_of(batch)`. Returns the estimates, (pairs, P) for P modules, and a text that says from what
-    they were measured.
-    """
+    """Return `sampling` of the batches, or of one batch's chunks divided by their number, and a text that says which."""
     if len(batches) > 1:
         with explained(batch):
             found = sampling(exact, batches)
@@ -164,7 +151,7 @@ def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.
 
 
 def groups_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Return {path of a module: the module's own parameters that require grad}. A shared parameter appears once."""
+    """Return {path of a module: its own parameters that require grad}. A shared parameter appears once."""
     groups, seen = {}, set()
     for path, module in model.named_modules():
         if type(module) is kinds._PART_OF_ATTENTION:
@@ -178,7 +165,7 @@ def groups_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def check_model(model) -> None:
-    """Raise InputError if the argument is not a module, or if compression cannot change its gradients."""
+    """Raise InputError unless the argument is a module whose gradients compression can change."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not model.training:
@@ -192,13 +179,13 @@ def check_model(model) -> None:
 
 
 def has_batch_norm(model) -> bool:
-    """Return whether the model has batch norms in training mode."""
+    """Return whether batch norms are in training mode."""
     norms = nn.modules.batchnorm._BatchNorm
     return any(isinstance(module, norms) and module.training for module in model.modules())
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a deep copy of the model. Raise InputError if it cannot be copied."""
+    """Return a deep copy, or raise InputError if the model cannot be copied."""
     try:
         return deepcopy(model)
     except Exception as error:
@@ -206,10 +193,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def hint_of_forward(model: nn.Module) -> str:
-    """Return a hint for a loss that does not depend on a copy of the model, or "".
-
-    A forward that is an attribute of a module, as TRL's trainers set it, may call the original.
-    """
+    """Return a hint that a module's own forward may call the model that was copied, or "" if there is none."""
     for path, module in model.named_modules():
         if "forward" in vars(module):
             return (
@@ -228,7 +212,7 @@ def check_optimizer(optimizer) -> None:
 
 
 def check_loss(loss) -> None:
-    """Raise InputError if `loss` cannot be called as loss(model, batch)."""
+    """Raise InputError unless `loss` can be called as loss(model, batch)."""
     if not callable(loss):
         raise InputError(
             f"loss: expected a function (model, batch) -> scalar tensor, got {type(loss).__name__}"
@@ -252,7 +236,7 @@ def _takes_for_tensors(error: TypeError | AttributeError, model: nn.Module, batc
 
 
 def check_graph(value) -> None:
-    """Raise InputError if a loss is not a scalar tensor with a graph."""
+    """Raise InputError unless a loss is a scalar tensor with a graph."""
     if not isinstance(value, torch.Tensor):
         raise InputError(f"loss: expected a scalar tensor, got {type(value).__name__}")
     if value.numel() != 1 or not value.requires_grad:
@@ -269,7 +253,7 @@ def _check_value(value) -> None:
 
 
 def check_count(name: str, value, least: int, even: bool = False) -> None:
-    """Raise InputError if the value is not an integer, is below `least`, or is odd although `even` is true."""
+    """Raise InputError unless the value is an integer, at least `least`, and even if `even` is true."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < least or (even and value % 2):
         kind = "an even integer" if even else "an integer"
@@ -277,7 +261,7 @@ def check_count(name: str, value, least: int, even: bool = False) -> None:
 
 
 def batches_of(batch) -> list:
-    """Return the batches that the user's argument stands for: a tensor, a tuple or mapping of tensors, or an iterable of such.
+    """Return the batches that `batch` contains: a tensor, a tuple or mapping of tensors, or an iterable of such.
 
     Raises:
         InputError: `batch` is anything else, or has no samples.
@@ -304,7 +288,7 @@ def batches_of(batch) -> list:
 
 @contextmanager
 def explained(batch):
-    """Turn errors of the loss within the block that a wrong argument `batch` may cause into InputErrors."""
+    """Turn errors within the block that a wrong argument `batch` may cause into InputErrors."""
     try:
         yield
     except (
@@ -327,18 +311,18 @@ def explained(batch):
 
 
 def tensors_of(batch) -> list[torch.Tensor]:
-    """Return all tensors of one batch or of several."""
+    """Return all tensors of a batch or of several."""
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
 def shapes_of(batch) -> str:
-    """Return a text with the shapes of the tensors of a batch."""
+    """Return a text with the shapes of a batch's tensors."""
     shapes = [str(tuple(tensor.shape)) for tensor in tensors_of(batch)]
     return f"shape{'s' * (len(shapes) != 1)} {', '.join(shapes[:4])}{', ...' * (len(shapes) > 4)}"
 
 
 def size_of(batch) -> int:
-    """Return the number of samples of a batch."""
+    """Return a batch's number of samples."""
     for tensor in tensors_of(batch):
         if tensor.dim():
             return len(tensor)
@@ -348,7 +332,7 @@ def size_of(batch) -> int:
 def parts_of(batch, chunks: int) -> list:
     """Cut a batch into `chunks` equal parts along dimension 0, or raise InputError if it is not divisible.
 
-    Tensors with another size than the number of samples stay whole.
+    Tensors without an entry for each sample stay whole.
     """
     size = size_of(batch)
     if size % chunks:

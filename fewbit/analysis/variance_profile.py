@@ -1,9 +1,4 @@
-"""The variance profile, which shows how much variance each saved tensor adds to the gradients of a compressed model.
-
-Every term of ActNN's Theorem 3 (docs/guides/variance_profile.md) is measured: two draws of the context of one module,
-with those of later modules drawn once and those of earlier ones exact, give two gradients, and half the squared norm of
-their difference has the term as its mean.
-"""
+"""The variance that each saved tensor adds to a compressed model's gradients (docs/guides/variance_profile.md)."""
 
 from __future__ import annotations
 
@@ -58,29 +53,29 @@ def variance_profile(
     """Measure how much variance rounding each module's saved tensors adds to the gradients of each module.
 
     These variances are the terms of ActNN's Theorem 3 (docs/guides/variance_profile.md). The model and torch's random
-    state do not change. The measurement takes the memory of two copies of the model, and with C contexts about 2 *
-    draws * (C + 1) backward passes for each batch.
+    state do not change. With C contexts, a profile takes about 2 * draws * (C + 1) backward passes per batch, and the
+    memory of two copies of the model.
 
     Args:
         model: A model in training mode. It may already be compressed.
-        batch: A tensor, or a tuple or mapping of tensors, with samples in dimension 0. Any other iterable contains
-            several batches, which a model with batch norm needs.
+        batch: A tensor, or a tuple or mapping of tensors, with samples in dimension 0; or an iterable of several
+            batches, which a model with batch norm needs.
         loss: A function that is called as ``loss(model, batch)`` with a copy of the model. It returns a scalar tensor,
-            a mean over the samples, for example ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
-        bits: Bits per element of quantized tensors, a whole number from 1 to 8. Modules that you created from fewbit's
-            own classes keep their bits.
-        layers: Further settings of layers, as for `fewbit.compress_`, except `everything`.
-        include: The modules that are converted, as for `fewbit.compress_`.
-        exclude: The modules that are not converted, as for `fewbit.compress_`.
-        overrides: Settings of single modules, as for `fewbit.compress_`.
+            a mean over the samples.
+        bits: Bits per element of quantized tensors, a whole number from 1 to 8. Modules of fewbit's own classes keep
+            their bits.
+        layers: Settings of layers, as for `fewbit.compress_`, without `everything`.
+        include: As for `fewbit.compress_`.
+        exclude: As for `fewbit.compress_`.
+        overrides: As for `fewbit.compress_`.
         draws: The number of pairs of backward passes with independent rounding, for each context and batch; at least 2.
-        chunks: The number of equal parts of a single batch, an even number of at least 4, whose gradients give
-            `sampling`. Several batches are compared with each other instead.
-        seed: The seed of the rounding, and of dropout, which is the same in all passes over a batch.
+        chunks: The number of equal parts of a single batch, even and at least 4, whose gradients give `sampling`.
+            Several batches are compared with each other instead.
+        seed: The seed of the rounding and of dropout. All passes over a batch have the same dropout.
         progress: Whether to show progress on standard error.
 
     Returns:
-        The profile: the variances with standard errors, the variance between minibatches, and the bias.
+        The variances with standard errors, the variance between minibatches, and the bias.
 
     Raises:
         InputError: A setting is not valid, the model is in evaluation mode, cannot be copied or rounds nothing, or the
@@ -136,7 +131,7 @@ def variance_profile(
 
 @dataclass(frozen=True)
 class _Deferring(ResolvedSettings):
-    """Settings of `compress_` that make deferred quantizers, for which `noise` decides what they round."""
+    """Settings of `compress_` that make deferred quantizers."""
 
     noise: Noise | None = None
 
@@ -156,7 +151,7 @@ class _Recorder(Recorder):
 
 
 class _Measured(Measured):
-    """A copy of the model whose gradients are measured with rounding that the caller chooses (`Noise`)."""
+    """A copy of the model, measured with rounding that the caller chooses (`Noise`)."""
 
     def __init__(self, model: nn.Module, loss, seed: int):
         super().__init__(model, loss, seed)
@@ -164,7 +159,7 @@ class _Measured(Measured):
         self._recorder = _Recorder(self.noise)
 
     def order(self) -> list[int]:
-        """Return the indices of the modules in `groups` in the order of the forward."""
+        """Return the indices of `groups` in the order of the forward."""
         contexts = {path: place for place, path in enumerate(self.noise.contexts)}
         called = {path: place for place, path in enumerate(self._recorder.called)}
 
@@ -178,7 +173,6 @@ class _Measured(Measured):
         return sorted(range(len(paths)), key=lambda i: place(paths[i]))
 
     def defer(self) -> None:
-        """Make the quantizers that modules have already deferred ones."""
         for module in self.model.modules():
             for value in vars(module).values():
                 if type(value) is Quantizer:
@@ -186,7 +180,7 @@ class _Measured(Measured):
 
     @contextmanager
     def drawing(self, batch, number: int):
-        """Run the forward of a batch and yield a function that runs a backward pass for an argument of `Noise.drawn`."""
+        """Run a batch's forward and yield a function that runs a backward pass for an argument of `Noise.drawn`."""
         modules = dict(self.model.named_modules())
         with self._recorder.watching(modules), self.forward(batch, number) as value:
             yield lambda draws: self._drawn(value, draws)
@@ -196,13 +190,13 @@ class _Measured(Measured):
             return self.backward(value, again=True)
 
     def gradient(self, batch, number: int):
-        """Return the gradients of one forward and backward pass in which nothing is rounded."""
+        """Return the gradients of one pass without rounding."""
         with self.drawing(batch, number) as gradient:
             return gradient({})
 
 
 def _measured(compressed: _Measured, exact: _Measured, batch, number, draws, batches, bar):
-    """Measure one batch: return `terms` (draws, C, P), `direct` (draws, P) and `bias` (draws, P) for each pair of draws."""
+    """Return `terms` (draws, C, P), `direct` (draws, P) and `bias` (draws, P) of one batch."""
     true = exact.gradient(batch, number)
     terms, direct, bias = [], [], []
     with compressed.drawing(batch, number) as gradient:

@@ -25,23 +25,18 @@ from fewbit.runtime.format.distortion import BITS, relative_distortion
 from fewbit.runtime.probes.variance_probe import SPREAD, VarianceProbe
 
 MOMENTUM = 0.5
-"""The weight of the earlier sensitivity in the average with the newly measured one."""
+"""The weight of the earlier sensitivity in the average with the new one."""
 
 
 @dataclass(frozen=True)
 class SlotVariance(Record):
-    """The variance that rounding one slot adds to the gradient.
+    """The variance that rounding one slot adds to the gradient. Fields that are not listed are those of `RoundingEffect`.
 
     Args:
-        is_known: whether all gradients that depend on the slot were measured.
+        bits: `RoundingEffect.average`.
         elements: the number of elements in one forward pass, of all processes.
-        samples: the number of samples in one process among which the slot's bits are divided, or 0.
-        sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(quantizer, bits)`.
-        at_one: the variance that rounding to 1 bit per element would add, as measured.
-        weight: the relative variance (`runtime/probes/variances.py`), which decides the bits, divided by the
-            variance.
-        spread: as in `RoundingEffect`.
         missed: the number of measurements since the slot was last measured.
+        quantizer: `RoundingEffect.kind`.
     """
 
     name: str
@@ -64,14 +59,14 @@ class SlotVariance(Record):
         return self.name, self.input
 
     def parts(self) -> list[float]:
-        """Return each part's share of `sensitivity`, for parts as in `spread`."""
+        """Return the share of each part of `spread` in `sensitivity`."""
         count = min(self.samples, SPREAD) or 1
         points = [] if self.spread is None or count == 1 else self.spread[:count]
         total = sum(points)
         return [point / total for point in points] if total > 0 else [1.0 / count] * count
 
     def variances(self) -> list[float]:
-        """Return the relative variance that rounding the slot adds, for each number of bits from 1 to 8."""
+        """Return the relative variance from rounding the slot to 1, 2, ... 8 bits."""
         found = [self.sensitivity * relative_distortion(self.quantizer, bits) for bits in BITS]
         # The greedy algorithm assumes that each further bit gains less than the bit before. This is true from
         # 2 bits on, so only the variance at 1 bit has to be limited.
@@ -79,7 +74,7 @@ class SlotVariance(Record):
         return [self.weight * variance for variance in found]
 
     def after(self, before: SlotVariance | None) -> SlotVariance:
-        """Return this measurement, averaged with the earlier one, if there is one."""
+        """Return this measurement, averaged with the earlier one."""
         if before is None or not before.is_known or before.quantizer != self.quantizer:
             return self
         return replace(
@@ -98,8 +93,8 @@ class VarianceKnowledge(Record):
         budget: the bytes from which `bits` and `sizes` follow (`Budget`), or None.
         bits: the average number of bits per element.
         sizes: a row (layer, number of the input, number of elements) for each slot to which the average applies; None
-            for all slots, with their latest sizes.
-        slots: the measurements of each slot, in the order of the forward pass.
+            for all slots.
+        slots: the measurements, in the order of the forward pass.
     """
 
     budget: int | None
@@ -109,14 +104,14 @@ class VarianceKnowledge(Record):
 
 
 class SlotVarianceProbe(VarianceProbe):
-    """A probe that returns the measurements of `VarianceProbe` as `SlotVariance` records."""
+    """A `VarianceProbe` whose results are `SlotVariance` records."""
 
     def results(self) -> dict[tuple[str, int], SlotVariance]:
-        """Wait until the variances are on the host, and return them by slot."""
+        """See `VarianceProbe.results`."""
         return _records(super().results())
 
     def snapshot(self) -> dict[tuple[str, int], SlotVariance]:
-        """Return the variances measured so far, by slot. The measurement continues."""
+        """See `VarianceProbe.snapshot`."""
         return _records(super().snapshot())
 
 
@@ -140,12 +135,9 @@ def _records(effects: Mapping) -> dict[tuple[str, int], SlotVariance]:
 
 
 class AdaptivePolicy(ProbingPolicy):
-    """A policy that gives important slots more bits, within a given average number of bits.
+    """A policy that gives important slots more bits, within a given average over all slots whose bits the user did not give.
 
-    Args:
-        bits: the average number of bits per element, over all slots whose bits the user did not give.
-        sizes: {slot: number of elements} of the slots to which the average applies; None for all slots.
-        budget: the bytes from which `bits` and `sizes` were computed (`Budget`), or None.
+    `bits`, `budget` and `sizes` are those of `VarianceKnowledge`, with `sizes` as {slot: number of elements}.
     """
 
     kind = "AdaptiveBits"
@@ -164,7 +156,7 @@ class AdaptivePolicy(ProbingPolicy):
         super().__init__(bits, names, interval, VarianceKnowledge(budget, bits, rows, {}))
 
     def tables(self, model, ended: str) -> dict:
-        """Return {"allocation": table of the bits of each saved tensor}; see `BitPolicy.tables`."""
+        """Return {"allocation": table of each saved tensor's bits}."""
         rows = (
             Allocated(
                 *slot.key,
@@ -182,7 +174,7 @@ class AdaptivePolicy(ProbingPolicy):
         return {"allocation": Allocation(rows, empty, ended, unobserved)}
 
     def new_probe(self) -> SlotVarianceProbe:
-        """Return a probe that measures the variance from rounding."""
+        """See `ProbingPolicy.new_probe`."""
         return SlotVarianceProbe(self.step)
 
     def merge(self, results: list) -> dict[tuple[str, int], SlotVariance]:
@@ -190,7 +182,7 @@ class AdaptivePolicy(ProbingPolicy):
         return merge_by_key(results)
 
     def learn(self, result: dict[tuple[str, int], SlotVariance]) -> VarianceKnowledge:
-        """Return the knowledge after one more measurement, unless all of its variances are 0."""
+        """See `ProbingPolicy.learn`. Variances that are all 0 are of no use."""
         if not any(slot.sensitivity > 0 for slot in result.values()):
             return self.knowledge
         known = _in_units_of(result, self.knowledge.slots)
@@ -200,7 +192,7 @@ class AdaptivePolicy(ProbingPolicy):
         return replace(self.knowledge, slots=slots)
 
     def adopt(self, knowledge: VarianceKnowledge) -> None:
-        """Set `self.knowledge`, and choose the bits of all slots from it."""
+        """See `ProbingPolicy.adopt`."""
         averages = allocated(knowledge)
         slots = {
             name: slot if slot.is_fixed else replace(slot, bits=averages.get(name, knowledge.bits))
@@ -210,7 +202,7 @@ class AdaptivePolicy(ProbingPolicy):
         self.bits, self.averages = knowledge.bits, averages
 
     def fit(self, knowledge: VarianceKnowledge, settings: Mapping) -> VarianceKnowledge:
-        """Return the state's knowledge, with this policy's own budget, average and sizes unless the `Budget` is the same."""
+        """Return the state's knowledge, with this policy's budget, average and sizes unless the `Budget` is the same."""
         own = self.knowledge
         for layer, *_ in (*knowledge.slots, *(knowledge.sizes or ())):
             check_layer(layer, self._layers)
@@ -221,15 +213,15 @@ class AdaptivePolicy(ProbingPolicy):
         return found
 
     def check_result(self, result: dict[tuple[str, int], SlotVariance]) -> None:
-        """Raise InputError if a result names a layer that the model lacks."""
+        """See `ProbingPolicy.check_result`."""
         for layer, _ in result:
             check_layer(layer, self._layers)
 
 
 def allocated(knowledge: VarianceKnowledge) -> dict[tuple[str, int], float]:
-    """Return {slot: average bits} of the slots whose bits the policy chooses, from ActNN's optimization problem (10).
+    """Return {slot: average bits} of the slots whose bits the policy chooses, from ActNN's problem (10).
 
-    Each part of a slot's samples with similar sensitivities counts as a tensor of its own.
+    Each part of a slot's samples with similar sensitivities counts as a tensor.
     """
     sizes = None
     if knowledge.sizes is not None:
@@ -264,7 +256,7 @@ def _averages(owners, elements, bits) -> dict[tuple[str, int], float]:
 
 
 def _in_units_of(now: Mapping, before: Mapping) -> dict[tuple[str, int], SlotVariance]:
-    """Return the earlier measurements, scaled to the total of the new one, because the loss may have changed its scale."""
+    """Return the earlier measurements, scaled to the new total, because the loss may have another scale."""
     both = [name for name, slot in now.items() if name in before and slot.is_known]
     total, total_before = (sum(slots[name].sensitivity for name in both) for slots in (now, before))
     ratio = total / total_before if total > 0 and total_before > 0 else 1.0

@@ -1,7 +1,4 @@
-"""The base class of policies that measure some forward passes, and choose bits by the measurements.
-
-The policy learns from a probe's results in a later step, after a copy to the host and an exchange among processes.
-"""
+"""The base class of policies that use probes."""
 
 from __future__ import annotations
 
@@ -31,13 +28,13 @@ class ProbeRun:
     """One measurement by a probe, from its forward pass until the policy learns from its result.
 
     Args:
-        path: the path of the module whose forward pass was measured.
+        path: the path of the measured module.
         since: the step of the measured forward pass; later the step in which the results were sent to the host.
         probe: the probe; None if `result` was loaded from a state.
-        is_sent: whether the copy of the probe's numbers to the host was started.
-        result: the result if it was loaded from a state, merged over all processes if `is_merged`.
-        groups: the process groups over which results are exchanged; () for a single process.
-        lag: the number of steps between the start of the copy to the host and the exchange.
+        is_sent: whether the copy of the numbers to the host was started.
+        result: the result from a state, merged over all processes if `is_merged`.
+        groups: the process groups that exchange results; () for a single process.
+        lag: the number of steps between the start of the copy and the exchange.
     """
 
     path: str
@@ -50,10 +47,9 @@ class ProbeRun:
     lag: int = 0
 
     def is_ready(self, step: int, path: str) -> bool:
-        """Return whether the next stage of the measurement can begin: sending the results, or learning from them.
+        """Return whether the next stage can begin: sending the results, or learning from them.
 
-        The answer must be the same in all processes, so with several it depends only on numbers of steps and on the
-        path.
+        All processes must agree, so with several only numbers of steps and the path decide.
         """
         if self.probe is None or self.is_sent:
             is_here = self.probe is None or self.probe.is_there()
@@ -63,21 +59,18 @@ class ProbeRun:
         return self.probe.has_run()
 
     def is_stale(self, step: int, path: str) -> bool:
-        """Return whether to replace this measurement by a new one, because the backward pass has not come.
-
-        It waits for PATIENCE steps, or until the same module runs forward again.
-        """
+        """Return whether the backward pass has not come in PATIENCE steps, or before the module's next forward pass."""
         if self.probe is None or self.is_sent or self.groups:
             return False
         is_passed_over = self.path == path and not self.probe.runs()
         return is_passed_over or step > self.since + PATIENCE
 
     def results(self):
-        """Wait until the numbers are on the host, and return the result of the measurement."""
+        """Wait for the numbers, and return the result."""
         return self.result if self.probe is None else self.probe.results()
 
     def pending(self) -> ProbeRun | None:
-        """Return a copy for a controller's state, with the result instead of the probe; None before the backward pass."""
+        """Return a copy for a state, with the result instead of the probe; None before the backward pass."""
         if self.probe is None or self.is_sent:
             return replace(self, probe=None, result=self.results())
         if not self.probe.has_run():
@@ -89,7 +82,7 @@ class ProbingPolicy(BitPolicy):
     """A policy that measures some forward passes and learns from the measurements.
 
     A subclass sets `Knowledge`, the `Record` class of all that the policy learns, and `Result`, the type of a probe's
-    result. It implements `new_probe`, `learn`, `adopt`, `fit` and `merge`, and may override `apply_to`.
+    result.
 
     Args:
         bits: the average number of bits per element before the first measurement.
@@ -127,11 +120,11 @@ class ProbingPolicy(BitPolicy):
         return self.schedule.step
 
     def report_unobserved(self, layer: str, reason: str) -> None:
-        """Record why probes cannot measure the saved tensors of a layer, one of `unobserved.REASONS`."""
+        """Record why probes cannot measure a layer's saved tensors, one of `unobserved.REASONS`."""
         self._unobserved.add(layer, reason)
 
     def unobserved_layers(self, model) -> dict[str, str]:
-        """Return {layer: reason in words} of the layers that probes cannot measure."""
+        """Return {layer: reason in words} of layers that probes cannot measure."""
         found = self._unobserved.found(model, {layer for layer, _ in self.knowledge.slots})
         return {layer: found[layer] for layer in self._layers if layer in found}
 
@@ -142,7 +135,7 @@ class ProbingPolicy(BitPolicy):
         raise NotImplementedError
 
     def learn(self, result) -> Record:
-        """Return the knowledge after one more measurement, or `self.knowledge` itself if the result is of no use."""
+        """Return the knowledge after one more measurement, or `self.knowledge` if the result is of no use."""
         raise NotImplementedError
 
     def adopt(self, knowledge: Record) -> None:
@@ -150,15 +143,15 @@ class ProbingPolicy(BitPolicy):
         raise NotImplementedError
 
     def apply_to(self, assignment: BitAssignment) -> None:
-        """Write the policy's bits into the bit assignment of a forward pass."""
+        """Write the policy's bits into a bit assignment."""
         assignment.averages = self.averages
 
     def merge(self, results: list):
-        """Merge the results of all processes, a list in rank order, into one result."""
+        """Merge the results of all processes, in rank order, into one."""
         raise NotImplementedError
 
     def fit(self, knowledge: Record, settings: Mapping) -> Record:
-        """Return the part of a controller's state that is of use to this policy; `settings` are those of its policy.
+        """Return the part of a state's knowledge that is of use to this policy; the state's policy had `settings`.
 
         Raises:
             InputError: the knowledge is about another model.
@@ -166,7 +159,7 @@ class ProbingPolicy(BitPolicy):
         raise NotImplementedError
 
     def check_result(self, result) -> None:
-        """Raise InputError if the pending result in a state is from another model."""
+        """Raise InputError if a state's result is from another model."""
 
     # -- In a forward pass ---------------------------------------------------------------------------------------
 
@@ -201,7 +194,6 @@ class ProbingPolicy(BitPolicy):
         return True
 
     def _next_probe(self, path: str, groups, lag: int):
-        """Count a step. Return a new probe if a measurement is due."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None and not groups:
             self.take_in(loaded.result)
@@ -223,7 +215,7 @@ class ProbingPolicy(BitPolicy):
         return probe
 
     def _go_on(self) -> None:
-        """Run the next stage of the measurement: send the probe's numbers to the host, or learn from the result."""
+        """Run the measurement's next stage: send the numbers, or learn from the result."""
         run, self._run = self._run, None
         if run.probe is not None and not run.is_sent:
             run.probe.send()
@@ -235,7 +227,7 @@ class ProbingPolicy(BitPolicy):
         self.take_in(result)
 
     def take_in(self, result) -> None:
-        """Learn from the result of a measurement, and choose bits anew. If an exception is raised, nothing changes."""
+        """Learn from a result, and choose bits anew."""
         knowledge = self.learn(result)
         if knowledge is not self.knowledge:
             self.adopt(knowledge)

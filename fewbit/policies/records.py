@@ -1,4 +1,4 @@
-"""Records: frozen dataclasses that can be stored in a controller's state, by `plain` and `read`, and merged over processes."""
+"""Records: frozen dataclasses that a controller's state stores, by `plain` and `read`, and that processes merge."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from fewbit.errors import InputError
 from fewbit.printable import shorten
 
 MOST = 1e100
-"""The largest squared norm of a gradient. The product of two such numbers fits float64."""
+"""The largest squared norm of a gradient: the product of two fits float64."""
 _EXPECTED = {bool: "true or false", int: "a whole number", str: "a string"}
 
 
 def first(values: list):
-    """Return the value of the first process, for values that are the same in all processes, such as names."""
+    """Return the first process's value."""
     return values[0]
 
 
 def mean(values: list) -> float:
-    """Return the mean of the values of all processes."""
+    """Return the mean."""
     return sum(values) / len(values)
 
 
 def rounded_mean(values: list) -> int:
-    """Return the mean of the values of all processes, rounded to a whole number."""
+    """Return the mean, rounded to a whole number."""
     return round(mean(values))
 
 
 def root_sum_square(values: list) -> float:
-    """Return the root of the sum of squares, for errors that are independent."""
+    """Return the root of the sum of squares."""
     return math.sqrt(sum(value**2 for value in values))
 
 
 def vector_sum(values: list[tuple | None]) -> tuple | None:
-    """Return the sum of vectors, with zeros appended to shorter ones, without those that are None."""
+    """Return the sum of the vectors that are not None, padded with zeros to one length."""
     vectors = [vector for vector in values if vector is not None]
     length = max(map(len, vectors), default=0)
     padded = [(*vector, *[0.0] * (length - len(vector))) for vector in vectors]
@@ -45,7 +45,7 @@ def vector_sum(values: list[tuple | None]) -> tuple | None:
 
 
 def vector_mean(values: list[tuple | None]) -> tuple | None:
-    """Return the mean of vectors, without those that are None; None if their lengths differ."""
+    """Return the mean of the vectors that are not None; None if their lengths differ."""
     vectors = [vector for vector in values if vector is not None]
     if len(set(map(len, vectors))) != 1:
         return None
@@ -53,7 +53,7 @@ def vector_mean(values: list[tuple | None]) -> tuple | None:
 
 
 def merge_by_key(values: list[Mapping]) -> dict:
-    """Merge the mappings of all processes. Records with the same key become one."""
+    """Merge mappings; records with the same key become one."""
     by_key: dict = {}
     for mapping in values:
         for key, value in mapping.items():
@@ -62,7 +62,7 @@ def merge_by_key(values: list[Mapping]) -> dict:
 
 
 def merged_by(merge: Callable[[list], object], default=MISSING, **options):
-    """Return a dataclass field whose values in all processes become merge([value of each process])."""
+    """Return a dataclass field whose values in all processes, in rank order, are merged by `merge`."""
     return field(metadata={"merge": merge}, default=default, **options)
 
 
@@ -71,12 +71,12 @@ class Record:
 
     @property
     def key(self):
-        """The key of the record in a mapping of records."""
+        """The record's key in a mapping."""
         raise NotImplementedError
 
     @classmethod
     def merged(cls, records: list[Self]) -> Self:
-        """Merge the records of all processes about one thing, in rank order."""
+        """Merge all processes' records of one thing, in rank order."""
         merged = {
             item.name: item.metadata.get("merge", first)(
                 [getattr(made, item.name) for made in records]
@@ -101,10 +101,10 @@ _types_of = cache(get_type_hints)
 
 
 def read(kind, value, where: str = ""):
-    """Return a value of a type from what `plain` has made of it.
+    """Return a value of type `kind` from what `plain` has made of it.
 
-    `kind` is a number, a string, a `Record`, a NamedTuple, a tuple, a mapping from keys to records, or one of these or
-    None. `where` is the place in the state, such as "slots[3].bits".
+    `kind` is the type of a number or string, a `Record`, a NamedTuple, a tuple, a mapping from keys to records, or one
+    of these or None. `where` is the place in the state, such as "slots[3].bits".
 
     Raises:
         InputError: the entry has another type, an entry is missing or left over, or a number is not finite.
@@ -142,7 +142,7 @@ def read(kind, value, where: str = ""):
 
 
 def read_fields(kind: type[Record], value, where: str = "") -> Record:
-    """Return a record from what `plain` has made of it; see `read`."""
+    """Return a record; see `read`."""
     types = {item.name: _types_of(kind)[item.name] for item in fields(kind)}
     if not isinstance(value, Mapping) or value.keys() != types.keys():
         raise wrong(where or "state", f"the entries {', '.join(types)}", value)
@@ -151,12 +151,12 @@ def read_fields(kind: type[Record], value, where: str = "") -> Record:
 
 
 def wrong(where: str, expected: str, got) -> InputError:
-    """Return the InputError for an invalid entry of a state."""
+    """Return an InputError for an entry of a state."""
     return InputError(f"{where}: expected {expected}, got {shorten(got)}")
 
 
 def check_layer(name: str, names, kind: str = "layer") -> None:
-    """Raise InputError if a state contains a name that is not in `names`; `kind` is the noun in the message."""
+    """Raise InputError unless a state's name is in `names`; `kind` is the noun in the message."""
     if name not in names:
         raise InputError(
             f"expected the state of this model's controller, got one with a {kind} {shorten(name)}, which it lacks"
@@ -164,5 +164,5 @@ def check_layer(name: str, names, kind: str = "layer") -> None:
 
 
 def capped(value: float, most: float = MOST) -> float:
-    """Return the smaller of a number and the largest one that is stored."""
+    """Return the smaller of `value` and `most`."""
     return min(value, most)

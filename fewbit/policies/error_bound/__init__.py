@@ -1,5 +1,4 @@
-"""The policy of `ErrorBound`: as few bits as a bound on the error of gradients allows (the AC-GC method, docs/guides/error_bound.md).
+"""The policy of `ErrorBound` (AC-GC, docs/guides/error_bound.md): as few bits as a bound on the error of gradients allows.
 
-`policy.py` chooses bits from estimates, and `probe.py` measures how rounding changes gradients. This folder may import
-`fewbit.policies` and what `fewbit.policies` may import.
+`policy.py` chooses bits from estimates, and `probe.py` measures how rounding changes gradients.
 """

@@ -16,7 +16,7 @@ from fewbit.runtime.codecs.payload import EXACT
 from fewbit.sizes import counted
 
 WORST = "worst case"
-"""The kind of bound that activations have: it limits the largest error, not the mean."""
+"""The kind of activations' bounds, which limit the largest error."""
 
 
 class Bounded(NamedTuple):
@@ -25,18 +25,18 @@ class Bounded(NamedTuple):
     Attributes:
         name: The layer's path; for a function that a module calls, the module's path and the function's name.
         input: The number of the layer's input; None for activations.
-        demand: The name of the gradient whose bound allows the smallest error of the tensor.
-        kind: The kind of the bound on that gradient's error: "in expectation", "measured" (docs/guides/error_bound.md),
-            or "worst case" for activations.
+        demand: The gradient whose bound allows the smallest error of the tensor.
+        kind: The kind of that bound: "in expectation", "measured" (docs/guides/error_bound.md), or "worst case" for
+            activations.
         dx: The root mean square error that the saved tensor may have; for an activation, the largest error of the table
             that replaces the derivative f'.
         kept: "bits", "exact", or the name of the codec that saved the tensor.
         bits: Bits per element on average, with a codec of all bytes in this process's latest step; None if the tensor
             is saved exactly, or before the first step.
-        elements: The number of elements that all processes together save in one forward pass; None for activations.
+        elements: The number of elements that all processes save in one forward pass; None for activations.
         is_fixed: Whether the user gave the bits.
-        is_met: False if the error is larger than allowed, because of bits that the user gave, or because the most bits
-            of an activation's table are not enough.
+        is_met: False if the error is larger than allowed, because the user gave the bits or because no table of the
+            activation has enough bits.
         ratio: The largest E|g^|^2 / E|g|^2 of the gradients that depend on the tensor, or None.
     """
 
@@ -58,10 +58,9 @@ class Bounds(Rows):
 
     Args:
         rows: The rows.
-        e2: The largest allowed squared error of a gradient, divided by the gradient's squared norm (`ErrorBound.e2`);
-            None with another configuration.
-        ratio: E|g^|^2 / E|g|^2 over all layers as measured by the monitor; None before the first measurement.
-        empty: The line that is shown if there are no rows.
+        e2: `ErrorBound.e2`; None with another configuration.
+        ratio: The monitor's E|g^|^2 / E|g|^2 over all layers; None before the first measurement.
+        empty: The line that is shown without rows.
         unobserved: {path of a layer with 8 bits: the reason why the policy cannot measure what it saves}.
         ended: The reason why the model is not trained any more, or "".
     """
@@ -88,12 +87,12 @@ class Bounds(Rows):
 
     @property
     def limit(self) -> float | None:
-        """The largest E|g^|^2 / E|g|^2 that the bound allows: 1 + e2. None without e2."""
+        """1 + e2, the largest allowed E|g^|^2 / E|g|^2. None without e2."""
         return None if self.e2 is None else 1.0 + self.e2
 
     @property
     def bits(self) -> float | None:
-        """The average bits per element over all rows that have `bits`; None if no row has."""
+        """The average bits per element of all rows with `bits`; None without any."""
         found = [(row.bits, row.elements) for row in self if row.bits and row.elements]
         elements = sum(count for _, count in found)
         return sum(bits * count for bits, count in found) / elements if elements else None
@@ -170,7 +169,7 @@ def _kept(row: Bounded) -> str:
 
 
 def rows_of(policy) -> Iterator[Bounded]:
-    """Yield a row for each saved tensor that the policy has measured, then one for each activation."""
+    """Yield a row for each saved tensor that the policy has measured, then for each activation."""
     for name, slot in policy.knowledge.slots.items():
         choice = policy.choices.get(name) or choose_bits(slot, policy.bound)
         codec = None if slot.is_fixed else policy.codec_of(name)

@@ -1,8 +1,4 @@
-"""The choice of bits, codecs and tables from the knowledge of the error-bound policy.
-
-dx*^2 is the largest mean squared error of a slot's elements with which the error of each gradient stays within its
-bound.
-"""
+"""The choice of bits, codecs and tables from the knowledge of the error-bound policy."""
 
 from __future__ import annotations
 
@@ -27,8 +23,8 @@ class BitChoice(NamedTuple):
 
     Args:
         average: bits per element; None if a codec saves the slot, or if it is saved exactly.
-        dx2: the largest mean squared error of the slot's elements that the bound allows (dx*^2).
-        constraint: the gradient constraint from which `dx2` follows, or None.
+        dx2: dx*^2, the largest mean squared error of the slot's elements that all gradients allow.
+        constraint: the one from which `dx2` follows, or None.
     """
 
     average: float | None
@@ -44,7 +40,7 @@ class Choices(NamedTuple):
 
 
 def choose(knowledge: BoundKnowledge, bound: ErrorBound, given: Mapping[str, int]) -> Choices:
-    """Return the choices that follow from the policy's knowledge; `given` has the bits of activations that the user gave.
+    """Return the choices that follow from the knowledge; `given` has the bits of activations that the user gave.
 
     Raises:
         FewbitError: there is no table for an activation.
@@ -63,7 +59,7 @@ def choose(knowledge: BoundKnowledge, bound: ErrorBound, given: Mapping[str, int
 
 
 def choose_bits(slot: TensorEstimate, bound: ErrorBound) -> BitChoice:
-    """Return the choice for one slot: the fewest bits if no gradient depends on it, the most if some gradients were not measured."""
+    """Return a slot's choice: the fewest bits if no gradient depends on it, the most if some gradients are unknown."""
     dx2, constraint = slot.deciding(bound.e2, bound.window)
     if constraint is None and slot.is_known:
         return BitChoice(float(MIN_BITS), dx2)
@@ -76,7 +72,7 @@ def choose_bits(slot: TensorEstimate, bound: ErrorBound) -> BitChoice:
 
 
 def choose_codec(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound, stats: PayloadStats):
-    """Return the codec, which writes the size of each tensor into `stats`, for a slot without a number of bits."""
+    """Return the codec for a slot without bits. It writes the size of each tensor into `stats`."""
     if choice.dx2 == 0 or not slot.is_known or bound.codec == QUANT:
         return ExactCodec()
     channels = None
@@ -86,7 +82,7 @@ def choose_codec(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound, sta
 
 
 def has_enough_bits(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound) -> bool:
-    """Return whether the bits that the user gave for a saved tensor meet the bound. True without measurements."""
+    """Return whether the bits that the user gave meet the bound; True without measurements."""
     if not slot.is_known or choice.constraint is None:
         return True
     least = slot.least_average(choice.dx2, bound.window) if choice.dx2 > 0 else None

@@ -1,4 +1,4 @@
-"""The codecs with which the error-bound policy saves some tensors, in place of the group quantizer."""
+"""The codecs with which the error-bound policy saves some tensors."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from fewbit.runtime.codecs.payload import exact
 
 
 class ExactCodec:
-    """A codec that saves the tensor unchanged, as torch's own layer would, but copies a part of a larger storage."""
+    """A codec that saves the tensor unchanged, but copies a part of a larger storage."""
 
     def quantize(self, x, seed):
-        """Return the exact values of tensor x in the form of a codec's result. `seed` is not used."""
+        """Return x itself as a codec's result."""
         return exact(x)
 
 
 @dataclass
 class PayloadStats:
-    """The bits per element of the latest tensor that a codec has saved for one slot, and the codec's name."""
+    """The bits per element of a slot's latest tensor, and the name of the codec that saved it."""
 
     bits: float | None = None
     codec: str | None = None
@@ -26,10 +26,9 @@ class PayloadStats:
 
 @dataclass(frozen=True)
 class BoundedCodec:
-    """A codec, by its name in `fewbit.runtime.codecs`, that saves tensors within a `bound` on the mean squared error.
+    """A codec of `fewbit.runtime.codecs` that saves tensors within a `bound` on the mean squared error.
 
-    `channels` are bounds of the channels (dimension 1), in place of `bound` for a tensor with as many channels, or
-    None.
+    `channels` has bounds of the channels (dimension 1), which replace `bound` for a tensor with as many channels.
     """
 
     name: str
@@ -38,7 +37,7 @@ class BoundedCodec:
     stats: PayloadStats = field(default_factory=PayloadStats, compare=False, repr=False)
 
     def quantize(self, x, seed):
-        """Return the compressed form of tensor x, and write its size into `stats`."""
+        """Return x compressed, and write its size into `stats`."""
         bound = self.bound
         if self.channels is not None and x.dim() > 1 and x.shape[1] == len(self.channels):
             bound = self.channels

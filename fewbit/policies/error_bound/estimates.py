@@ -1,6 +1,6 @@
-"""The error-bound policy's knowledge: estimates for each saved tensor and activation, from the last measurements.
+"""The error-bound policy's knowledge of each saved tensor and activation, from the last measurements.
 
-Squared norms are divided by the measurement's sum of V^2, so a scale factor of the loss changes nothing.
+Squared norms are divided by the measurement's sum of V^2, so the scale of the loss has no effect.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fewbit.policies.error_bound.table_errors import allowed_error
 from fewbit.policies.records import Record
 
 HISTORY = 10
-"""The number of latest measurements that count (AC-GC, section 4: the mean or the maximum of the last ten)."""
+"""The number of latest measurements that count (AC-GC, section 4)."""
 LEAST_SEEN = 3
-"""The least number of measurements by the monitor from which a standard error is estimated."""
+"""The fewest measurements of the monitor that give a standard error."""
 
 
 class ConstraintRow(NamedTuple):
-    """One measurement of a gradient: its squared norm V^2, and first^2 and second^2 of its squared error (`GradientConstraint`)."""
+    """V^2, first^2 and second^2 of one measured `GradientConstraint`."""
 
     v2: float
     first2: float
@@ -33,14 +33,14 @@ class ConstraintRow(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The squared norms of one gradient: |g^|^2, with errors, and |g|^2, from exact values."""
+    """The squared norms of one gradient, as in `MonitoredNorms`."""
 
     hat2: float
     exact2: float
 
 
 class ActivationRow(NamedTuple):
-    """One measurement of an activation: the squared norms of the gradients of its input and of its result."""
+    """The squared norms of the gradients of an activation's input and result in one measurement."""
 
     v2: float
     grad2: float
@@ -51,8 +51,8 @@ class ConstraintEstimate(Record):
     """The last measurements of one `GradientConstraint`.
 
     Args:
-        rows: the constraint in each measurement, the latest last.
-        pairs: the gradient's squared norms as measured by the monitor.
+        rows: one for each measurement, the latest last.
+        pairs: the monitor's measurements.
         missed: the number of measurements of the saved tensor since the last one with this constraint.
     """
 
@@ -68,10 +68,7 @@ class ConstraintEstimate(Record):
         return self.label
 
     def dx2(self, e2: float, window: str) -> float:
-        """Return the largest mean squared error of the saved tensor that this constraint allows.
-
-        `window` "mean" takes means over the measurements, "max" the largest squared coefficients.
-        """
+        """Return the largest mean squared error that this constraint allows; `window` is `ErrorBound.window`."""
         if not self.rows:
             return math.inf
         v2, first2, second2 = (mean(values) for values in zip(*self.rows, strict=True))
@@ -86,7 +83,7 @@ class TensorEstimate(Record):
 
     Args:
         spreads: `TensorNorms.squares` of each measurement, divided by the number of elements of a sample.
-        weights: the mean weights by which bits are divided among channels; None for equal weights.
+        weights: the mean weights of channels; None for equal weights.
         weighed: the number of measurements in `weights`, at most HISTORY.
         missed: the number of measurements since the slot was last measured.
     """
@@ -112,19 +109,19 @@ class TensorEstimate(Record):
         return self.name, self.input
 
     def unmonitored(self) -> TensorEstimate:
-        """Return the estimate without the measurements of the monitor."""
+        """Return the estimate without the monitor's measurements."""
         constraints = {
             label: replace(constraint, pairs=()) for label, constraint in self.constraints.items()
         }
         return replace(self, constraints=constraints)
 
     def deciding(self, e2: float, window: str) -> tuple[float, ConstraintEstimate | None]:
-        """Return (allowed mean squared error, constraint) of the strictest constraint; (inf, None) if there is none."""
+        """Return (allowed mean squared error, constraint) of the strictest constraint; (inf, None) without one."""
         found = [(made.dx2(e2, window), made) for made in self.constraints.values()]
         return min(found, key=lambda pair: pair[0], default=(math.inf, None))
 
     def least_average(self, dx2: float, window: str) -> float | None:
-        """Return the lowest average bits with which the mean squared error is at most `dx2`, or None."""
+        """Return the `least_average` for the mean squared error `dx2`."""
         parts = parts_of(self.samples)
         alike = [spread for spread in self.spreads if len(spread) == parts]
         combined = max if window == "max" else mean
@@ -132,7 +129,7 @@ class TensorEstimate(Record):
         return least_average(squares, self.samples, self.samples or 1, dx2, self.quantizer)
 
     def pairs(self, is_exact: bool = False) -> tuple[Pair, Pair]:
-        """Return the sums of the `Pair`s of parameters' gradients and of all gradients; without errors if `is_exact`."""
+        """Return the sums of the `Pair`s of parameters' and of all gradients; without errors if `is_exact`."""
         seen = []
         for constraint in self.constraints.values():
             if is_exact and constraint.rows:
@@ -144,9 +141,9 @@ class TensorEstimate(Record):
         return sum_of(of_parameters), sum_of([pair for _, pair in seen])
 
     def excess(self, limit: float, of_parameters: bool, is_exact: bool) -> tuple[float, float]:
-        """Return the mean of |g^|^2 - limit |g|^2 over the monitor's measurements, and the square of its standard error.
+        """Return the mean of the monitor's |g^|^2 - limit |g|^2, and the square of its standard error.
 
-        That of fewer than LEAST_SEEN measurements is taken to be as large as the mean.
+        The standard error of fewer than LEAST_SEEN measurements is the mean itself.
         """
         if is_exact:
             pair = self.pairs(is_exact=True)[not of_parameters]
@@ -173,7 +170,7 @@ class TensorEstimate(Record):
 
 @dataclass(frozen=True)
 class ActivationEstimate(Record):
-    """All that is known of one few-bit activation: its function, and squared norms from the last measurements."""
+    """All that is known of one few-bit activation."""
 
     name: str
     function: str
@@ -187,7 +184,7 @@ class ActivationEstimate(Record):
         return self.name
 
     def allowed(self, e2: float, window: str) -> float:
-        """Return the largest error max |q - f'| that the bound on the input's gradient allows."""
+        """Return the `allowed_error` of the activation's table."""
         if window == "max":
             return min(allowed_error(row.grad2, e2, row.v2) for row in self.rows)
         v2, grad2 = (mean(values) for values in zip(*self.rows, strict=True))
@@ -196,11 +193,7 @@ class ActivationEstimate(Record):
 
 @dataclass(frozen=True)
 class BoundKnowledge(Record):
-    """All that the error-bound policy has learned.
-
-    `next` is the position, in the order of `slots`, of the slot with which the monitor's next measurement begins.
-    `has_warned` says whether the user was warned that gradients exceed the bound.
-    """
+    """All that the error-bound policy has learned. The monitor's next measurement begins with slot number `next`."""
 
     slots: Mapping[tuple[str, int], TensorEstimate] = field(default_factory=dict)
     activations: Mapping[str, ActivationEstimate] = field(default_factory=dict)
@@ -209,17 +202,17 @@ class BoundKnowledge(Record):
 
 
 def is_of_parameter(label: str) -> bool:
-    """Return whether a gradient's label stands for a gradient of a parameter."""
+    """Return whether a label stands for a parameter's gradient."""
     return label.rpartition(" ")[2] == "weight"
 
 
 def ratio_of(pair: Pair) -> float | None:
-    """Return |g^|^2 / |g|^2, or None if the exact gradient g is 0."""
+    """Return |g^|^2 / |g|^2, or None if g is 0."""
     return pair.hat2 / pair.exact2 if pair.exact2 > 0 else None
 
 
 def sum_of(pairs: list[Pair]) -> Pair:
-    """Return the sum of pairs of squared norms, as a pair."""
+    """Return the sum of pairs of squared norms."""
     hat2 = exact2 = 0.0
     for pair in pairs:
         hat2, exact2 = hat2 + pair.hat2, exact2 + pair.exact2
@@ -227,7 +220,7 @@ def sum_of(pairs: list[Pair]) -> Pair:
 
 
 def mean(values) -> float:
-    """Return the mean of values, summed without rounding errors."""
+    """Return the mean, summed without rounding errors."""
     return math.fsum(values) / len(values)
 
 

@@ -1,6 +1,6 @@
 """The fewest bits with which the rounding error of a saved tensor stays within a bound.
 
-If sample n is rounded to b_n bits, the mean squared error of the tensor's elements is at most
+If sample n has b_n bits, the mean squared error is at most
 
     sum_n squares_n largest_distortion(kind, b_n) / (number of elements of the tensor)
 """
@@ -15,14 +15,14 @@ from fewbit.runtime.format.distortion import BITS, largest_distortion
 from fewbit.runtime.probes.variance_probe import SPREAD
 
 TOLERANCE = 1e-9
-"""The relative excess over a limit that is ignored, because float64 sums have rounding errors."""
+"""The relative excess over a limit that is ignored as a rounding error of float64."""
 
 
 def least_average(squares, samples: int, elements: int, limit: float, kind: str) -> float | None:
     """Return the lowest average number of bits with which the mean squared error is at most `limit`, or None.
 
-    `squares` are those of the samples in rising order, one number for each part of `sizes(samples)`. Without `samples`,
-    all elements have the same whole number of bits.
+    `squares` has one number for each part of `sizes(samples)`, in rising order. Without `samples`, all elements have
+    the same whole number of bits.
     """
     parts, noise = sizes(samples), _noise(kind)
     allowed = limit * elements
@@ -45,12 +45,12 @@ def least_average(squares, samples: int, elements: int, limit: float, kind: str)
 
 @cache
 def _noise(kind: str) -> tuple[float, ...]:
-    """Return the largest squared error divided by squares_n, for each number of bits from 1 to 8."""
+    """Return the squared error divided by squares_n for 1 to 8 bits."""
     return tuple(largest_distortion(kind, bits) for bits in BITS)
 
 
 def sizes(samples: int) -> list[int]:
-    """Return the number of samples in each of at most SPREAD (16) parts; [1] if `samples` is 0."""
+    """Return the number of samples in each of at most SPREAD parts; [1] if `samples` is 0."""
     count = min(samples, SPREAD)
     ends = [round(i * samples / count) for i in range(count + 1)] if count else [0, 1]
     return [b - a for a, b in pairwise(ends)]

@@ -8,7 +8,7 @@ from fewbit.errors import InputError
 
 
 def tolerance(e2: float, v2: float) -> float:
-    """Return e2 V2, the squared gradient error that AC-GC allows in its formula (6); 0 if a factor is 0."""
+    """Return e2 V^2, which AC-GC's formula (6) allows as a squared gradient error; 0 if a factor is 0."""
     e2, v2 = square("e2", e2), square("v2", v2)
     return e2 * v2 if e2 and v2 else 0.0
 

@@ -1,7 +1,4 @@
-"""The monitor of the error-bound policy: it compares gradients with exact ones, and warns if they exceed the bound.
-
-The exact values take memory, so each measurement includes a few slots only, in turn.
-"""
+"""The monitor of the error-bound policy: it compares gradients with exact ones, and warns if they exceed the bound."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from fewbit.errors import BoundWarning
 from fewbit.policies.error_bound.estimates import Pair, TensorEstimate, ratio_of, sum_of
 
 MOST_NAMED = 3
-"""The largest number of layers that a warning names."""
+"""The most layers that a warning names."""
 
 Slots = Mapping[tuple[str, int], TensorEstimate]
 
@@ -41,10 +38,9 @@ def turn_of(slots: Slots, start: int, exact: Container) -> list[tuple[str, int]]
 def next_start(
     turn: list[tuple[str, int]], start: int, before: Slots, now: Slots, seen: Container
 ) -> int:
-    """Return the position of the slot with which the monitor's next measurement begins: the first that was not reached.
+    """Return the position with which the next measurement begins: that of the first slot that was not reached.
 
-    `turn` is the result of `turn_of`; `before` and `now` are the slots known before and after, and `seen` those
-    measured.
+    `before` and `now` are the slots known before and after, `seen` those measured.
     """
     if not turn:
         return start

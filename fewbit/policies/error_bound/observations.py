@@ -1,7 +1,6 @@
 """The result of a probe of the error-bound policy, in one process or merged over several.
 
-Each coefficient of a merged D is the root of the sum of its squares, an upper bound by Minkowski's inequality, because
-processes round independently.
+Each coefficient of a merged D is the root of the sum of squares, an upper bound because processes round independently.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ from fewbit.policies.records import (
 from fewbit.runtime.probes.variance_probe import SPREAD
 
 EXPECTED, MEASURED = "in expectation", "measured"
-"""Kinds of constraints: D follows from a formula, or was measured with noise."""
+"""The kinds of constraints: D follows from a formula, or from noise."""
 
 
 def merged_kind(kinds: list[str]) -> str:
-    """Return the kind of the constraint that several are merged to."""
+    """Return the kind of a merged constraint."""
     return MEASURED if MEASURED in kinds else EXPECTED
 
 
 @dataclass(frozen=True)
 class GradientConstraint(Record):
-    """A constraint D <= e2 V^2 on the squared error D = (first dx + second dx^2)^2 of one gradient; dx^2 is a slot's mean squared error.
+    """A constraint D <= e2 V^2 on the squared error D = (first dx + second dx^2)^2 of a gradient.
 
-    If the gradient depends on several slots, D is multiplied by their number.
+    dx^2 is a slot's mean squared error. If the gradient depends on several slots, D is multiplied by their number.
 
     Args:
         label: the input or parameter whose gradient it is, such as "weight", after the name of the layer if another
             layer saved the slot ("block.q_proj: weight").
-        v2: V^2, the squared norm of the gradient without errors, summed over the calls of the layer.
+        v2: V^2, the squared norm of the gradient without errors, summed over the layer's calls.
     """
 
     label: str
@@ -53,7 +52,7 @@ class GradientConstraint(Record):
 
 
 class MonitoredNorms(NamedTuple):
-    """The squared norms of one gradient: `hat2` with the errors of saved tensors, `exact2` from their exact values."""
+    """The squared norms of one gradient: `hat2` with errors, `exact2` from exact values."""
 
     label: str
     hat2: float
@@ -61,7 +60,7 @@ class MonitoredNorms(NamedTuple):
 
 
 def merge_constraints(values: list[Iterable[GradientConstraint]]) -> tuple:
-    """Merge the constraints of all processes on the error of one tensor, by label."""
+    """Merge all processes' constraints on one slot, by label."""
     return tuple(merge_by_key([by_label(constraints) for constraints in values]).values())
 
 
@@ -73,21 +72,17 @@ def merge_monitored(values: list[Iterable[MonitoredNorms]]) -> tuple:
 
 @dataclass(frozen=True)
 class TensorNorms(Record):
-    """The measurements of one slot in one forward and backward pass.
+    """The measurements of one slot in one step. Fields that are not listed are those of `RoundingEffect`.
 
     Args:
-        average: the bits per element with which the slot was saved.
-        is_fixed: whether the user gave these bits.
-        samples: the number of samples among which the bits are divided, or 0.
         squares: the `squares` of the samples in rising order, cut into SPREAD parts of nearly equal size: the mean of
             each part, then zeros. If `samples` is 0, the first number is the sum for the whole tensor.
         error2: the mean squared error of the elements.
         dtype_bytes: the bytes of an element if it is saved exactly.
         constraints: those of the gradients that depend on the slot.
         channel_weights: 1 / dx*^2 of each channel (dimension 1), scaled to mean 1; None for equal weights.
-        is_known: whether all gradients that depend on the slot were measured.
-        monitored: the squared norms of gradients that were also computed from exact values.
-        quantizer: the kind of the copies that the group quantizer makes.
+        monitored: the norms of gradients that were also computed from exact values.
+        quantizer: `RoundingEffect.kind`.
     """
 
     name: str
@@ -112,13 +107,13 @@ class TensorNorms(Record):
 
 
 def parts_of(samples: int) -> int:
-    """Return the number of parts into which samples are divided, at least 1 and at most SPREAD."""
+    """Return the number of parts of `TensorNorms.squares`, from 1 to SPREAD."""
     return min(samples, SPREAD) or 1
 
 
 @dataclass(frozen=True)
 class ActivationNorms(Record):
-    """The squared norms of the gradients of one few-bit activation's input and result, summed over calls."""
+    """The squared norms of the gradients of an activation's input and result, summed over calls."""
 
     name: str
     function: str
@@ -134,14 +129,14 @@ class ActivationNorms(Record):
 
 @dataclass(frozen=True)
 class ProbeResult(Record):
-    """The measurements of saved tensors, by slot, and of activations, by name, in one step."""
+    """The measurements of slots and of activations, by name, in one step."""
 
     slots: Mapping[tuple[str, int], TensorNorms] = merged_by(merge_by_key, default_factory=dict)
     activations: Mapping[str, ActivationNorms] = merged_by(merge_by_key, default_factory=dict)
 
 
 def by_label(constraints: Iterable[GradientConstraint]) -> dict[str, GradientConstraint]:
-    """Return the constraints by label. Several with the same label become one that implies all of them."""
+    """Return the constraints by label, merged by `strictest`."""
     found: dict[str, list[GradientConstraint]] = {}
     for constraint in constraints:
         found.setdefault(constraint.label, []).append(constraint)
@@ -149,7 +144,7 @@ def by_label(constraints: Iterable[GradientConstraint]) -> dict[str, GradientCon
 
 
 def sums_by_label(monitored: Iterable[MonitoredNorms]) -> dict[str, MonitoredNorms]:
-    """Return the squared norms by label; those of several calls of a layer are added."""
+    """Return the squared norms by label, summed over the calls of a layer."""
     found = {}
     for label, hat2, exact2 in monitored:
         before = found.get(label, MonitoredNorms(label, 0.0, 0.0))
@@ -158,7 +153,7 @@ def sums_by_label(monitored: Iterable[MonitoredNorms]) -> dict[str, MonitoredNor
 
 
 def strictest(constraints: list[GradientConstraint]) -> GradientConstraint:
-    """Return one constraint that implies all of the given constraints, which have the same label."""
+    """Return one constraint that implies all of the given ones, which have one label."""
     if len(constraints) == 1:
         return constraints[0]
     kind = merged_kind([constraint.kind for constraint in constraints])

@@ -1,8 +1,4 @@
-"""The policy of `ErrorBound`: the fewest bits with which the error of each gradient stays within a bound.
-
-As in the paper AC-GC, D = e2 V^2 gives dx* of each gradient, and the smallest dx* determines the slot's bits until the
-next measurement (docs/guides/error_bound.md).
-"""
+"""The policy of `ErrorBound`, which turns measurements into bits (docs/guides/error_bound.md)."""
 
 from __future__ import annotations
 
@@ -28,15 +24,14 @@ from fewbit.runtime.format.groups import LEAST_FEATURES
 from fewbit.runtime.saved.assignment import BitAssignment, ChannelWeights
 
 _SETTINGS = "e2", "window", "codec", "by_channel"
-"""The fields of ErrorBound that a state holds."""
 
 
 class ErrorBoundPolicy(ProbingPolicy):
     """A policy that gives each slot and each activation as few bits as a bound on gradient errors allows.
 
     Args:
-        bound: the configuration, which contains the bound e2.
-        names: the names of all layers and functions that may save quantized tensors, the same in every process.
+        bound: the configuration.
+        names: as in `ProbingPolicy`.
         channels: {layer: number of channels} of layers whose input has channels.
         activations: the names of few-bit activations whose bits the policy chooses.
         given: {name: bits} of the other few-bit activations.
@@ -68,12 +63,12 @@ class ErrorBoundPolicy(ProbingPolicy):
 
     @property
     def limit(self) -> float:
-        """1 + e2: the largest allowed E|g^|^2 / E|g|^2."""
+        """See `Bounds.limit`."""
         return 1.0 + self.bound.e2
 
     @property
     def ratio(self) -> float | None:
-        """E|g^|^2 / E|g|^2 over all layers, or None."""
+        """See `Bounds.ratio`."""
         return monitor.total_ratio(self.knowledge.slots, self._exact())
 
     def tables(self, model, ended: str) -> dict:
@@ -86,7 +81,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         }
 
     def number_samples(self, numbers) -> None:
-        """Raise InputError: only policies that use the gradients of single samples need the samples' numbers."""
+        """Raise InputError: this policy does not use the gradients of single samples."""
         raise InputError(
             "expected SampleBits or AdaptiveBits for numbers of samples, got ErrorBound, whose bits follow from bounds"
         )
@@ -94,11 +89,11 @@ class ErrorBoundPolicy(ProbingPolicy):
     # -- In a forward pass -----------------------------------------------------------------------------------
 
     def new_probe(self) -> ErrorBoundProbe:
-        """Return a new probe."""
+        """See `ProbingPolicy.new_probe`."""
         return ErrorBoundProbe(self.step, frozenset(self.monitored()))
 
     def apply_to(self, assignment: BitAssignment) -> None:
-        """Write the bits, the codecs and the weights of channels into the bit assignment of a forward pass."""
+        """Write bits, codecs and weights of channels into a bit assignment."""
         assignment.averages, assignment.codecs = self.averages, self._codecs
         assignment.activations = self.activations
         assignment.channels, assignment.channel_weights = self._channels, self._channel_weights
@@ -107,20 +102,20 @@ class ErrorBoundPolicy(ProbingPolicy):
         assignment.rounds_up = True
 
     def monitored(self) -> list[tuple[str, int]]:
-        """Return the slots for which the next probe also computes gradients from exact values."""
+        """Return the slots whose gradients the next probe also computes from exact values."""
         return monitor.turn_of(self.knowledge.slots, self.knowledge.next, self._exact())
 
     def _exact(self) -> set[tuple[str, int]]:
         return {name for name, codec in self._codecs.items() if isinstance(codec, ExactCodec)}
 
     def codec_of(self, name: tuple[str, int]):
-        """Return the codec of a slot, or None if the group quantizer saves the tensor."""
+        """Return the codec of a slot, or None for the group quantizer."""
         return self._codecs.get(name)
 
     # -- Learning --------------------------------------------------------------------------------------------
 
     def merge(self, results: list[ProbeResult | None]) -> ProbeResult:
-        """Return one result for all processes, merged by saved tensor and activation."""
+        """Merge the results of all processes by saved tensor and activation."""
         return ProbeResult.merged([result or ProbeResult() for result in results])
 
     def learn(self, result: ProbeResult | None) -> BoundKnowledge:
@@ -149,7 +144,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         return BoundKnowledge(slots, activations, following, known.has_warned)
 
     def adopt(self, knowledge: BoundKnowledge) -> None:
-        """Set `self.knowledge`, and choose bits, codecs and tables from it."""
+        """See `ProbingPolicy.adopt`."""
         choices = choose(knowledge, self.bound, self.given)
         self.knowledge = knowledge
         self.choices, self.activations = choices.slots, choices.activations
@@ -173,7 +168,7 @@ class ErrorBoundPolicy(ProbingPolicy):
         }
 
     def take_in(self, result: ProbeResult | None) -> None:
-        """Learn from the result of a measurement, and warn once if gradients exceed the bound."""
+        """Learn from a result, and warn once if gradients exceed the bound."""
         before = self.knowledge
         super().take_in(result)
         known, ratio, limit = self.knowledge, self.ratio, self.limit
@@ -186,18 +181,18 @@ class ErrorBoundPolicy(ProbingPolicy):
     # -- State -----------------------------------------------------------------------------------------------
 
     def settings(self) -> dict:
-        """Return the settings of the configuration on which the bits depend."""
+        """See `ProbingPolicy.settings`."""
         return {name: getattr(self.bound, name) for name in _SETTINGS}
 
     def check_result(self, result: ProbeResult) -> None:
-        """Raise InputError if a result names a layer that the model lacks."""
+        """See `ProbingPolicy.check_result`."""
         for layer, _ in result.slots:
             check_layer(layer, self._layers)
 
     def fit(self, knowledge: BoundKnowledge, settings: Mapping) -> BoundKnowledge:
-        """Return the part of a controller's state that is of use to this policy.
+        """See `ProbingPolicy.fit`.
 
-        Under other settings the measurements of the monitor are left out, because they were made with other bits.
+        Under other settings the monitor's measurements are left out, because they were made with other bits.
         """
         self._check_slots(knowledge)
         if settings.get("by_channel") != self.bound.by_channel:

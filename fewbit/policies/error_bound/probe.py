@@ -1,7 +1,6 @@
 """The probe of the error-bound policy: it measures V^2 and D of each gradient (`GradientConstraint`) in one backward pass.
 
-For most layers D follows from formulas (`runtime/probes/gradient_errors.py`). For others the layer's backward runs
-again, with noise added to one of its dequantized tensors.
+D follows from a formula (`runtime/probes/gradient_errors.py`), or from noise in one dequantized tensor.
 """
 
 from __future__ import annotations
@@ -43,18 +42,16 @@ from fewbit.runtime.saved.assignment import TensorSlot
 
 @dataclass(eq=False)
 class _Rounding:
-    """The measurements and perhaps the exact values of a saved tensor. Only the autograd graph keeps this object alive."""
+    """The measurements and perhaps the exact values of a saved tensor, which only the autograd graph keeps alive."""
 
     tensor: MeasuredTensor
     exact: torch.Tensor | None = None
 
 
 class ErrorBoundProbe(VarianceProbe):
-    """The object that measures one forward pass and its backward pass for the error-bound policy.
+    """A probe of one step for the error-bound policy.
 
-    The squared norm of a measured gradient contains, on average, the D of the present errors, which is subtracted to
-    find V^2. For slots in `monitored` the layer's backward also runs with exact values, which are kept until the
-    backward pass has ended.
+    For slots in `monitored`, the layer's backward also runs with exact values, which are kept until the pass ends.
     """
 
     def __init__(self, seed: int, monitored: frozenset[tuple[str, int]] = frozenset()):
@@ -70,10 +67,7 @@ class ErrorBoundProbe(VarianceProbe):
     # -- In the forward pass ---------------------------------------------------------------------------------
 
     def record_rounding(self, slot: TensorSlot, record: QuantizationRecord) -> _Rounding | None:
-        """Measure the rounding errors of a saved tensor, and return an object for the autograd graph to hold.
-
-        The deviation of the noise is that of the present errors or that of rounding to 8 bits, whichever is larger.
-        """
+        """Measure a saved tensor's rounding errors, and return an object for the autograd graph to hold."""
         if not self._is_open:
             return None
         exact = record.exact() if slot.name in self.monitored else None
@@ -109,7 +103,7 @@ class ErrorBoundProbe(VarianceProbe):
                 self._passes[number] = sizes
 
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
-        """Measure the gradients of one layer in its backward pass; see `VarianceProbe.probe`."""
+        """See `assignment.Probe.probe`."""
         self._begins()
         results = _as_tuple(results)
         if not self._is_open or not _are_dense((*grads, *results)):
@@ -134,7 +128,7 @@ class ErrorBoundProbe(VarianceProbe):
         self._found[number] = found
 
     def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int, errors) -> torch.Tensor:
-        """Return random noise to add to dequantized values: float32 in the shape of `rows`, with the slot's deviation."""
+        """Return noise with the slot's deviation, float32 in the shape of `rows`."""
         deviation = slot.rounding.tensor.deviation
         return self._uniform(rows).sub_(0.5).mul_(math.sqrt(12.0) * deviation)
 
@@ -221,7 +215,7 @@ class ErrorBoundProbe(VarianceProbe):
 
 
 class _WithExactValues(Restoring):
-    """A block in which monitored tensors are dequantized to their exact values."""
+    """A run in which monitored tensors are dequantized to their exact values."""
 
     def is_target(self, slot) -> bool:
         return slot.rounding is not None and slot.rounding.exact is not None

@@ -1,6 +1,6 @@
-"""The measurements of an `ErrorBoundProbe`, and the functions that compute the probe's result from them on the host.
+"""The measurements of an `ErrorBoundProbe`, and the computation of the probe's result from them on the host.
 
-`host` maps the `id` of a tensor of measured numbers to the list of its values, after the copy to the host.
+`host` maps the `id` of a tensor of measured numbers to the list of its values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fewbit.runtime.probes.gradient_errors import Cost, ErrorOfGradient
 
 @dataclass
 class MeasuredTensor:
-    """The measurements of one saved tensor of a layer, of which a slot may have several.
+    """The measurements of one of the saved tensors of a slot.
 
     Args:
         has_samples: whether the tensor's bits are divided among its samples.
@@ -38,14 +38,12 @@ class MeasuredTensor:
 
 @dataclass
 class MeasuredGradient:
-    """The measurements of one gradient of a layer, on their way to the host.
+    """The measurements of one gradient of a layer. `label` and `kind` are those of `GradientConstraint`.
 
     Args:
-        part: the squared error of the gradient as a function of the tensor's error.
-        label: as in `GradientConstraint`, as `kind`.
         tensor: the saved tensor from which the gradient is computed.
         size: 0-D, the Euclidean norm of the gradient.
-        exact: the same, of the gradient computed from the exact values of the saved tensor, or None.
+        exact: the same with exact values of the saved tensor, or None.
     """
 
     part: ErrorOfGradient
@@ -57,10 +55,9 @@ class MeasuredGradient:
 
 
 class Share(NamedTuple):
-    """One gradient of one call of a layer, with the effect of the error of one slot on this gradient.
+    """The effect of the error of one slot on one gradient of one call of a layer.
 
     Args:
-        cost: the squared error of the gradient as a function of the slot's error.
         v2: the measured squared norm, minus the expected squared error.
         slots: the number of slots on which the gradient depends.
     """
@@ -72,7 +69,7 @@ class Share(NamedTuple):
 
 
 def shares_by_slot(host, calls: list[list[MeasuredGradient]]) -> dict[tuple, list[Share]]:
-    """Return {slot's name: shares}; `calls` has the gradients that each call of a layer's backward computed."""
+    """Return {slot's name: shares}; `calls` has the gradients of each call of a layer."""
     found = {}
     for gradients in calls:
         for share in _shares(host, gradients):
@@ -101,7 +98,7 @@ def _shares(host, gradients: list[MeasuredGradient]) -> list[Share]:
 
 
 def monitored_norms(host, shares: list[Share]) -> tuple[MonitoredNorms, ...]:
-    """Return the squared norms of those gradients that were also computed from exact values."""
+    """Return the squared norms of the gradients that have `exact`."""
     gradients = [share.found for share in shares if share.found.exact is not None]
     return tuple(
         MonitoredNorms(
@@ -114,10 +111,10 @@ def monitored_norms(host, shares: list[Share]) -> tuple[MonitoredNorms, ...]:
 def constraints_of(
     host, shares: list[Share], tried: float
 ) -> list[tuple[GradientConstraint, list[float] | None]]:
-    """Return pairs (constraint on the error of one slot, effects of the slot's channels or None), one for each label and kind.
+    """Return pairs (constraint on the error of one slot, effects of its channels or None), one for each label and kind.
 
-    `tried` is the variance of the noise, averaged over all elements of the slot. The errors of its tensors are assumed
-    to remain in the proportions of their noise when the bits change.
+    `tried` is the mean variance of the noise in the slot's elements. When the bits change, the errors of the slot's
+    tensors are assumed to remain in proportion to their noise.
     """
     by_label = {}
     for share in shares:
@@ -145,9 +142,9 @@ def _sum_of_channels(costs: list[list[float]]) -> list[float] | None:
 
 
 def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) -> tuple | None:
-    """Return the weights of a slot's channels, with mean 1, or None if all have the same weight.
+    """Return the weights of a slot's channels, with mean 1, or None if all are equal.
 
-    The largest part of first^2 / V^2 of a gradient that comes from the channel decides.
+    A weight is the largest part of a gradient's first^2 / V^2 that comes from the channel.
     """
     costs = [pair for pair in costs if pair[0].v2 > 0 and pair[0].first > 0]
     lengths = {len(channels) for _, channels in costs if channels is not None and sum(channels) > 0}
@@ -168,6 +165,6 @@ def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) 
 
 
 def host_square(host, number) -> float:
-    """Return the square of the value of the 0-D tensor `number`, read from `host`."""
+    """Return the square of the 0-D tensor `number`, read from `host`."""
     (value,) = host[id(number)]
     return value * value

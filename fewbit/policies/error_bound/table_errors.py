@@ -1,7 +1,4 @@
-"""The bits that an activation's table needs so that the table's largest error is within a bound.
-
-The error of q does not average out, so the bound is that of the worst case (docs/concepts/theory/ac_gc.md, section 8).
-"""
+"""The bits that keep the largest error of an activation's table within a bound (docs/concepts/theory/ac_gc.md, section 8)."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from fewbit.table import Table
 
 
 def least_bits(function: str, parameters: tuple[float, ...], allowed: float) -> int | None:
-    """Return the fewest bits with which max |q - f'| of a function's default table is at most `allowed`, or None."""
+    """Return the fewest bits with which the `table_error` is at most `allowed`, or None."""
     for bits in range(MIN_BITS, MAX_BITS + 1):
         if table_error(function, parameters, bits) <= allowed:
             return bits
@@ -39,7 +36,7 @@ def table_error(function: str, parameters: tuple[float, ...], bits: int) -> floa
 
 
 def is_known(function: str, parameters: tuple[float, ...]) -> bool:
-    """Return whether there is a default table for the function with these parameters."""
+    """Return whether the function with these parameters has a default table."""
     try:
         # With the fewest bits, because larger tables take long to solve, and a function with two slopes needs no more.
         table_error(function, parameters, MIN_BITS)
@@ -49,14 +46,14 @@ def is_known(function: str, parameters: tuple[float, ...]) -> bool:
 
 
 def allowed_error(grad2: float, e2: float, v2: float) -> float:
-    """Return the largest error E of an activation's table that the bound allows: E^2 grad2 = e2 v2."""
+    """Return the largest error E of a table that the bound allows: E^2 grad2 = e2 v2."""
     return math.sqrt(quotient(tolerance(e2, v2), square("grad2", grad2)))
 
 
 def largest_table_error(table: Table, low: float, high: float) -> float:
     """Return max |q(x) - f'(x)| over low <= x <= high; for an unbiased table, q(x) is the worse of two levels.
 
-    Between breaks of q, kinks of f and extrema of f' the error is monotone, so its maximum is at one of these points.
+    Between breaks of q, kinks of f and extrema of f' the error is monotone.
 
     Raises:
         InputError: the interval is empty or infinite.

@@ -1,4 +1,4 @@
-"""The functions that update the knowledge of the error-bound policy with one more measurement."""
+"""Updates of the error-bound policy's knowledge with one more measurement."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_RATIO = 1e250
 
 
 def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) -> TensorEstimate:
-    """Return the knowledge of a slot after one more measurement, with `total`, the sum of V^2 over all gradients."""
+    """Return a slot's knowledge after one more measurement, in which V^2 of all gradients has the sum `total`."""
     scale = (now.samples or 1) / now.elements if now.elements else 0.0
     spread = tuple(capped(scale * square) for square in now.squares[: parts_of(now.samples)])
     weights, weighed, spreads = None, 0, ()
@@ -62,7 +62,7 @@ def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) 
 
 
 def updated(before: Mapping, now: Mapping, update: Callable) -> dict:
-    """Return estimates by name, updated with one measurement; without those that more than FORGOTTEN have missed."""
+    """Return updated estimates by name, without those that more than FORGOTTEN measurements have missed."""
     found = {}
     for name in {**before, **now}:
         if name in now:
@@ -85,7 +85,7 @@ def _updated_constraints(before: Mapping, now: TensorNorms, total: float) -> dic
 def updated_activation(
     before: ActivationEstimate | None, now: ActivationNorms, total: float
 ) -> ActivationEstimate:
-    """Return the knowledge of an activation after one more measurement; see `updated_slot`."""
+    """Return the knowledge of an activation; see `updated_slot`."""
     row = ActivationRow(capped(now.v2 / total), capped(now.grad2 / total))
     rows = _latest(() if before is None else before.rows, row)
     return ActivationEstimate(now.name, now.function, now.parameters, rows)

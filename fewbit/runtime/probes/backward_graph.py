@@ -10,7 +10,7 @@ import torch
 from fewbit.runtime.probes.variances import NOTHING, PARAMETER
 
 MOST_EARLIER = 1024
-"""The most nodes that are followed although they are older than the forward pass."""
+"""The most nodes older than the forward pass that are followed."""
 
 
 def bottom_up(roots: Iterable, start: int) -> Iterator:

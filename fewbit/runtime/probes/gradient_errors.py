@@ -1,7 +1,7 @@
 """The squared errors D of a layer's gradients, as functions of the error of its saved tensor, for `ErrorBound`.
 
 A layer with a formula for D (docs/concepts/theory/ac_gc.md) has a static method `gradient_errors` in its autograd
-Function; for other layers the probe measures the effect of noise.
+Function.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ErrorOfGradient(NamedTuple):
     repeats: int = 1
 
     def of(self, results) -> Tensor:
-        """Return the gradient of which this is the error, given all that the layer's backward returned."""
+        """Return the gradient that has this error, given all results of the layer's backward."""
         found = results[self.place]
         return found if self.repeats == 1 else found.view(self.repeats, -1).sum(0)
 
@@ -70,7 +70,7 @@ def of_layer(context, kept, grads, results, errors: Tensor) -> list[ErrorOfGradi
 
 @lru_cache(maxsize=256)
 def labels(function) -> tuple[str, ...]:
-    """Return the names of the inputs of an autograd Function, as the layers of torch call them."""
+    """Return the names of an autograd Function's inputs, as the layers of torch call them."""
     names = list(signature(function.forward).parameters)[1:]
     return tuple(_AS_IN_TORCH.get(name, name) for name in names)
 
@@ -130,7 +130,7 @@ def of_norm_input(x, g, rstd, dims, has_channels=False) -> ErrorOfGradient:
 
 
 def of_sums(scaled2, alignment2, size, has_channels) -> ErrorOfGradient:
-    """Return the error of a norm's input gradient from |g|^2 / s^2 and (x~ . g)^2 / s^2 of each set; see `of_norm_input`."""
+    """Return the result of `of_norm_input` from |g|^2 / s^2 and (x~ . g)^2 / s^2 of each set."""
     numbers = scaled2.flatten(), alignment2.flatten()
     if not has_channels:
         numbers = tuple(sums.sum()[None] for sums in numbers)
@@ -149,10 +149,10 @@ def _input_cost(size, entries, error2) -> Cost:
 
 
 def norm_input_coefficients(size: int, scaled2: float, alignment2: float) -> tuple[float, float]:
-    """Return (first, second) of (first dx + second dx^2)^2, a bound of the squared error of a norm's input gradient.
+    """Return (first, second) of the `Cost` of a norm's input gradient (docs/concepts/theory/ac_gc.md, section 6).
 
-    The bound holds in expectation (docs/concepts/theory/ac_gc.md, section 6). `size` is the number of elements of a
-    set, and `scaled2` and `alignment2` are the sums of |g|^2 / s^2 and (x~ . g)^2 / s^2 over the sets.
+    `size` is the number of elements of a set, and `scaled2` and `alignment2` are the sums of |g|^2 / s^2 and (x~ . g)^2
+    / s^2 over the sets.
     """
     cross = 2.0 * sqrt(alignment2 * scaled2 / size)
     first = sqrt((scaled2 + alignment2 + cross) / size)
@@ -166,7 +166,7 @@ def product(grad, weight, x) -> Tensor:
 
 
 def by_rows(grad, errors, groups: int = 1) -> Tensor:
-    """Return |g|^2 of each group of channels, (groups,) float64, with rows weighted by (error of the row) / (mean error)."""
+    """Return |g|^2 of each group of channels, (groups,) float64, with rows weighted by `row_weights`."""
     rows = len(grad) if grad.dim() > 1 else 1
     if groups == 1 and grad.dim() > 1:  # no reshape: a gradient may be channels last, or expanded
         found = squares(grad, tuple(range(1, grad.dim())))

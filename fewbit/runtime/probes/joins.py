@@ -1,4 +1,4 @@
-"""The forks and joins of an autograd graph, where gradients separate and have come together again with correlated noise."""
+"""The forks and joins of an autograd graph, between which gradients separate and come together with correlated noise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def joins_of(below: list[list[int]]) -> list[frozenset[int] | None]:
 
 
 def _passed_by_all(below: list[list[int]]) -> list[bool]:
-    """Return for each node whether it dominates all nodes below it (Cooper, Harvey and Kennedy, A Simple, Fast Dominance Algorithm, 2001)."""
+    """Return whether each node dominates all nodes below it.
+
+    The algorithm is that of Cooper, Harvey and Kennedy, A Simple, Fast Dominance Algorithm (2001).
+    """
     count = len(below)
     above: list[list[int]] = [[] for _ in range(count)]
     for number, children in enumerate(below):

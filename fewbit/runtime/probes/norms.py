@@ -8,7 +8,7 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 
 
 def by_edge(context, results) -> list:
-    """Return the results of a Function's backward for the inputs that need a gradient."""
+    """Return a Function's gradients for the inputs that need one."""
     results = results if isinstance(results, tuple) else (results,)
     needed = context.needs_input_grad
     return [grad for grad, is_needed in zip(results, needed, strict=True) if is_needed]
@@ -37,7 +37,7 @@ def norm(tensors) -> torch.Tensor | None:
 
 
 def squared(host: dict[int, list[float]], norm: torch.Tensor | None) -> float:
-    """Return the square of a norm that was copied to the host; 0 for none."""
+    """Return the square of a norm on the host; 0 for None."""
     if norm is None:
         return 0.0
     (value,) = host[id(norm)]

@@ -7,14 +7,14 @@ import threading
 from fewbit.runtime.format import layout
 
 HAS_COLLECTIVES = "backward_has_collectives"
-"""An attribute of autograd Functions, True if the backward calls collectives, and so must not run more often than in other processes."""
+"""An attribute of autograd Functions, True if the backward calls collectives and so must run equally often in all processes."""
 OBSERVED = "_fewbit_observed"
 """The attribute in which an autograd node has (probe, number that the probe gave the node) for each probe."""
 _running = threading.local()
 
 
 def observed(backward, context, grads):
-    """Run a layer's backward, let probes measure, and return the backward's results."""
+    """Run a layer's backward, let probes measure, and return the results."""
     probes = getattr(context, OBSERVED, ())
     if probes:
         context = _ObservedContext(context)
@@ -63,17 +63,15 @@ class Restoring:
             raise
 
     def is_target(self, slot) -> bool:
-        """Return whether the tensors of this slot get noise."""
         return self.target is not None and slot.name == self.target.name
 
     def restored(self, values, spec, tensors):
-        """Record the slot of a dequantized tensor. Return the values, with noise if the slot is the target."""
+        """Record the slot of a dequantized tensor, and return its values, with noise for the target."""
         slot = spec.slot
         self.slots.setdefault(slot.name, slot)
         return self.changed(values, spec, tensors) if self.is_target(slot) else values
 
     def changed(self, values, spec, tensors):
-        """Return `values`, with noise added in place."""
         slot = spec.slot
         if slot.rounding is not None:
             flat = layout.storage_order(values)
@@ -93,7 +91,7 @@ class Restoring:
 
 
 def restored(values, spec, tensors):
-    """Return the values of a dequantized tensor, which may be changed, with noise if a probe asks for it."""
+    """Return the values of a dequantized tensor, perhaps changed in place by a probe's noise."""
     if spec.slot is None:
         return values
     restoring = getattr(_running, "restoring", None)
@@ -101,7 +99,7 @@ def restored(values, spec, tensors):
 
 
 def record(spec) -> None:
-    """Record the slot of a tensor whose values a kernel has used without writing them to memory."""
+    """Record the slot of a tensor that a kernel has used without writing its values to memory."""
     restored(None, spec, None)
 
 

@@ -24,7 +24,7 @@ RESHAPES = frozenset(
     for name in "View UnsafeView Alias T Transpose Permute Unsqueeze Squeeze Slice Expand Clone ToCopy".split()
     for number in (0, 1, 2)
 )
-"""Names of autograd nodes that only change the shape or dtype of a gradient."""
+"""Names of autograd nodes that only change a gradient's shape or dtype."""
 SPREAD = 16
 """The number of entries of `RoundingEffect.spread`."""
 
@@ -35,16 +35,16 @@ class RoundingEffect:
 
     Args:
         average: the average bits per element that the slot had.
+        is_fixed: whether the user gave the bits.
         elements: the number of elements of all tensors that were saved for the slot.
         samples: the number of samples among which the bits were divided, or 0.
         sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(kind, bits)`; 0 if
             no gradient reached the layer.
         at_one: the variance that rounding to 1 bit adds to the gradient, as measured.
-        weight: the relative variance (`measurements.py`) divided by the variance.
+        weight: the relative variance (`variances.py`) divided by the variance.
         spread: the means of SPREAD equal parts of the samples' sorted sensitivities, then zeros, summed over the slot's
             tensors. None if bits were not divided among samples.
-        is_known: False if the backward pass reached the layer by a path that the probe did not watch, or if the layer
-            cannot be probed.
+        is_known: whether all gradients that depend on the slot were measured.
     """
 
     average: float
@@ -70,7 +70,6 @@ class VarianceProbe:
     layer instead runs with the very change as incoming gradient, which can be far from random signs.
 
     A gradient that is neither an ordinary dense tensor nor a sparse COO tensor makes the probe void, without results.
-    `seed` is that of the noise.
     """
 
     def __init__(self, seed: int):
@@ -96,10 +95,6 @@ class VarianceProbe:
     # -- in the forward ----------------------------------------------------------------------------------
 
     def record_saved(self, slot, elements: int, sensitivities=None) -> None:
-        """Record that a layer saved a tensor of `elements` elements.
-
-        `sensitivities`, (samples,) float32, are the numbers that decide how bits are shared among samples, or None.
-        """
         if not self._is_open:
             return
         effect = RoundingEffect(slot.average, slot.is_fixed, slot.kind)
@@ -113,10 +108,7 @@ class VarianceProbe:
             self._spreads.setdefault(slot.name, []).append(spread)
 
     def record_rounding(self, slot, record) -> dict[int, torch.Tensor] | None:
-        """Return {1 or 2 bits: variance of an element, mean for each sample, (samples,) float32}; None after `end` was called.
-
-        That at 2 bits follows from the variance at the slot's own bits.
-        """
+        """Return {1 or 2 bits: variance of an element, mean for each sample, (samples,) float32}; None after `end` was called."""
         if not self._is_open:
             return None
         found = {}
@@ -128,11 +120,9 @@ class VarianceProbe:
         return found
 
     def knows(self, name: tuple[str, int]) -> bool:
-        """Return whether `record_saved` was called for a slot named `name`."""
         return name in self.slots
 
     def watch(self, outputs) -> None:
-        """See `assignment.Probe.watch`."""
         self._is_watching = True
         tensors = tensors_in(outputs)
         if not self._can_measure(tensors):
@@ -172,7 +162,7 @@ class VarianceProbe:
             torch.autograd.Variable._execution_engine.queue_callback(_End(self))
 
     def reached(self, slots) -> None:
-        """Record that a backward pass dequantized tensors of these slots in a layer without measuring the layer.
+        """Record that a backward pass dequantized tensors of these slots in a layer that is not measured.
 
         Their effects become unknown; after `torch.autograd.grad` within the forward pass, only if the step's own
         backward pass does not measure them.
@@ -187,7 +177,6 @@ class VarianceProbe:
             self._reached_within |= names
 
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
-        """Measure a layer: run its backward again, with noise in the dequantized tensors and in the incoming gradient."""
         node = self._nodes[number]
         results = by_edge(context, results)
         self.is_void |= any(grad is not None and grad.is_sparse for grad in grads)
@@ -262,11 +251,7 @@ class VarianceProbe:
             node.handed = []
 
     def noise(self, rows: torch.Tensor, slot, level: int, errors) -> torch.Tensor:
-        """Return random noise to add to dequantized values: float32 of the shape of `rows`, (samples, features).
-
-        It is the error of rounding the values again, `errors(bits, generator)`, multiplied in each sample to have the
-        variance of rounding.
-        """
+        """Return the errors of rounding again, multiplied in each sample to have the variance of rounding."""
         variance = slot.rounding[level].nan_to_num(0.0)
         if len(variance) != len(rows):
             variance = variance.mean().expand(len(rows))
@@ -317,18 +302,17 @@ class VarianceProbe:
         return chain.from_iterable(node.norms() for node in self._nodes)
 
     def is_there(self) -> bool:
-        """Return whether the measurements are on the host."""
         return self._host_copy.is_there()
 
     def results(self) -> dict[tuple, RoundingEffect]:
-        """Return {slot's name: RoundingEffect}, after waiting until the measurements are on the host.
+        """Return {slot's name: RoundingEffect} when the measurements are on the host.
 
         The result is {} if the probe is void or if a gradient was not finite.
         """
         return self._summed_up(self._host_copy.values())
 
     def snapshot(self) -> dict[tuple, RoundingEffect]:
-        """Return the measurements so far, as `results` does. Measuring continues."""
+        """Return the measurements so far, as `results` does."""
         return self._summed_up(self._sent().values())
 
     def _spread(self, host, name) -> list[float]:
@@ -382,7 +366,7 @@ def _means(values: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _part_ends(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return 0 and the ends of the parts of `count` values, (parts + 1,) int64; and the parts' lengths."""
+    """Return 0 and the ends of the parts of `count` values, (parts + 1,) int64, and the parts' lengths."""
     parts = min(count, SPREAD)
     ends = torch.tensor([round(i * count / parts) for i in range(parts + 1)], device="cpu")
     return ends.to(device), ends.diff().double().to(device)

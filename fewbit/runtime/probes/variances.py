@@ -5,9 +5,10 @@ relative to its own square,
 
     S(node) = sum over its parameters of gain[p]  +  sum over its edges of gain[e] S(node below e)
 
-and rounding the slot adds  sum of own[p] + sum of out[e] S(node below e)  (docs/guides/controller.md). From a fork to
-its joins, with the noise P at the parameters between, the growth G of squares, and c(join), the square of the arriving
-gradient divided by the sum of the squares of its parts,
+and rounding the slot adds `sum of own[p] + sum of out[e] S(node below e)`
+(docs/decisions/0011-sensitivities-are-measured.md). From a fork to its joins, with the noise P at the parameters
+between, the growth G of squares, and c(join), the square of the arriving gradient divided by the sum of the squares of
+its parts,
 
     S(fork) = P(fork) + sum over its joins of G c(join) S(join)
 
@@ -29,7 +30,7 @@ from fewbit.runtime.probes.norms import squared
 LEVELS = (1, 2)
 """The numbers of bits at which rounding is measured: level 2 stands for the slot's own bits, but at least 2.
 
-Level 1 is measured separately, because its noise does not follow from that of level 2 by the distortion.
+The noise of level 1 does not follow from that of level 2 by the distortion.
 """
 LEAST_SHARE = 0.01
 """The part of the mean of |g[p]|^2 below which a gradient counts as zero, as that of a key's bias."""
@@ -60,14 +61,14 @@ class Node:
     """A node of the autograd graph.
 
     Args:
-        below: for each edge the number of the node below the edge, or PARAMETER or NOTHING.
-        exists: for each input of the node whether the input has an edge.
+        below: for each edge the number of the node below, or PARAMETER or NOTHING.
+        exists: for each input whether it has an edge.
         is_layer: whether the node is a torch.autograd.Function.
         arriving: the norm of the incoming gradient, 0-D float32.
-        leaving: for each edge the norm of the gradient that leaves through it; in a probed layer, with random signs on
-            the incoming gradient.
-        parts: for each edge the norm of the gradient itself that leaves through it.
-        reaches: {edge: the number of the layer below it}, where only changes of the shape or dtype lie between the two.
+        leaving: for each edge the norm of the gradient that leaves; in a probed layer, with random signs on the
+            incoming gradient.
+        parts: the same without random signs.
+        reaches: {edge: the number of the layer below it}, if only changes of the shape or dtype lie between the two.
         handed: changes of the incoming gradient by noise in the layer above: (slot's name, level, scale, change).
         noise: the changes that noise makes to the gradients on the edges.
         is_probed: whether `VarianceProbe.probe` has measured the node.
@@ -85,7 +86,6 @@ class Node:
     is_probed: bool = False
 
     def norms(self) -> Iterator[torch.Tensor]:
-        """Yield all norms that were measured at this node."""
         norms = [self.arriving, *self.leaving, *self.parts]
         norms += [found for noise in self.noise for found in noise.norms]
         yield from (found for found in norms if found is not None)
@@ -121,7 +121,7 @@ def variances(
 
 
 def _factors(nodes: list[Node], host: dict, is_relative: bool) -> list[list[float]]:
-    """Return, for each edge of each node, the factor of the parameter below it; 0 if there is none."""
+    """Return the factor of the parameter below each edge of each node; 0 if there is none."""
     if not is_relative:
         return [[float(n == PARAMETER) for n in node.below] for node in nodes]
     squares = []

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as torch_f
 
 from fewbit.convert.function_mode import FunctionMode, FunctionQuantizers
+from fewbit.functional.attention import score_blocks
 from fewbit.functional.attention.attention import (
     How,
     _attend,
@@ -25,6 +26,7 @@ from fewbit.functional.attention.attention import (
     scaled_dot_product_attention,
     uses_blocks,
 )
+from fewbit.functional.attention.score_blocks import are_products_fast
 from fewbit.nn.attention import MultiheadAttention
 from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.quantizers.quantizer import Quantizer
@@ -84,33 +86,67 @@ def test_which_gradients_come_from_blocks():
     assert not fits(*tensors, dropout_p=0.3)
     assert not fits(*tensors, mask=torch.ones(150, 150).tril() > 0)
     assert not fits(*tensors, grad=query.double())
-    assert not fits(*(x.bfloat16() for x in tensors), grad=query.bfloat16())
+    assert not fits(*(x.half() for x in tensors), grad=query.half())
+    assert not fits(*tensors, grad=query.bfloat16())
     assert not fits(query, key[:, :1], value[:, :1], enable_gqa=True)
     assert not fits(query, key[:, :1], value[:, :1])
     assert not fits(*(x[..., :0, :] for x in tensors), grad=query[..., :0, :])
 
 
-@needs_mkl
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "autocast"], ids=str)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_gradients_from_blocks(name, monkeypatch):
-    """On the CPU, float32 gradients are computed from blocks of probabilities."""
+def test_gradients_from_blocks(name, dtype, monkeypatch):
+    """On the CPU, gradients are computed from blocks of probabilities, in the dtype of the products."""
     # So that there are several blocks of heads.
     monkeypatch.setattr("fewbit.functional.attention.score_blocks._BLOCK", 2**15)
     query, keys, values, options = BLOCKS[name]
     tensors = inputs(query=query, keys=keys, values=values)
+    if dtype is torch.bfloat16:
+        tensors = [x.detach().to(dtype).requires_grad_() for x in tensors]
+    cast = torch.bfloat16 if dtype == "autocast" else None
     quantizer = Remembering(4)
-    y = scaled_dot_product_attention(*tensors, quantizer=quantizer, **options)
-    grad = normal(y.shape, scale=1.0, seed=7)
+    with torch.autocast("cpu", cast, enabled=cast is not None):
+        y = scaled_dot_product_attention(*tensors, quantizer=quantizer, **options)
+    grad = normal(y.shape, scale=1.0, seed=7).to(y.dtype)
     restored = [kept.spec.dequantize(kept.tensors) for kept in quantizer.kept]
-    assert uses_blocks((*restored, None, None), (grad,), How(**options))
+    if not are_products_fast(y.dtype):
+        pytest.skip(
+            f"torch's own function computes the gradients, because products of {y.dtype} are slow here"
+        )
+    assert uses_blocks((*restored, None, None), (grad,), How(**options), cast)
     exact = [x.double().requires_grad_() for x in restored]
     expected = torch_f.scaled_dot_product_attention(*exact, **options)
     theirs = torch.autograd.grad(expected, exact, grad.double())
     ours = torch.autograd.grad(y, tensors, grad, retain_graph=True)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b.float(), rtol=0, atol=1e-5 * float(b.abs().max()))
-    (of_key,) = torch.autograd.grad(y, tensors[1], grad)
+    largest = 1e-5 if y.dtype is torch.float32 else 0.02
+    for a, b, x in zip(ours, theirs, tensors, strict=True):
+        assert a.dtype is x.dtype
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=largest * float(b.abs().max()))
+    with torch.autocast("cpu", torch.bfloat16):
+        (of_key,) = torch.autograd.grad(y, tensors[1], grad)
     assert torch.equal(of_key, ours[1])
+
+
+@pytest.mark.parametrize("length", [128, 1024])
+def test_blocks_of_bfloat16_are_as_precise_as_torch(length):
+    """Sums over blocks of queries are float32, so errors do not grow with the length."""
+    if not are_products_fast(torch.bfloat16):
+        pytest.skip("products of bfloat16 are slow here")
+    *factors, grad = (normal((1, 2, length, 32), scale=1.0, seed=i).bfloat16() for i in range(4))
+
+    def errors(found):
+        pairs = zip(found, exact, strict=True)
+        return [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+
+    def torchs(dtype):
+        own = [x.to(dtype).requires_grad_() for x in factors]
+        y = torch_f.scaled_dot_product_attention(*own, is_causal=True)
+        return torch.autograd.grad(y, own, grad.to(dtype))
+
+    exact = torchs(torch.float64)
+    ours = errors(score_blocks.gradients(*factors, grad, True, None))
+    theirs = errors(torchs(torch.bfloat16))
+    assert all(a <= 2.0 * b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
 
 
 @pytest.mark.parametrize("masked", [None, "boolean", "float"])

@@ -252,8 +252,11 @@ def _value_copy(value, others, how: How, quantizer: Quantizer):
 
 def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Tensor]:
     query = inputs[0]
-    if autocast is None and uses_blocks(inputs, grads, how):
-        with bypass():
+    if uses_blocks(inputs, grads, how, autocast):
+        uncast = nullcontext()
+        if torch._C._is_any_autocast_enabled():  # for the backward pass
+            uncast = torch.autocast("cpu", enabled=False)
+        with bypass(), uncast:
             found = score_blocks.gradients(*inputs[:3], *grads, how.is_causal, how.scale)
         return [x for x, is_needed in zip(found, needs[:3], strict=True) if is_needed]
     inputs = [
@@ -275,13 +278,14 @@ def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Ten
     return list(torch.autograd.grad(outputs, wanted, grads, materialize_grads=True))
 
 
-def uses_blocks(inputs, grads, how: How) -> bool:
-    """Return whether `score_blocks.gradients` computes the gradients."""
+def uses_blocks(inputs, grads, how: How, autocast: torch.dtype | None = None) -> bool:
+    """Return whether `score_blocks.gradients` computes the gradients; `autocast` is the dtype of autocast in the forward pass."""
     *factors, mask, bias = inputs
     is_usual = how == How(is_causal=how.is_causal, scale=how.scale)
     if not is_usual or mask is not None or bias is not None or grads[0] is None:
         return False
-    return score_blocks.fits(*factors, grads[0])
+    is_cast = autocast is not None and autocast is grads[0].dtype
+    return (is_cast or autocast is None) and score_blocks.fits(*factors, grads[0], is_cast)
 
 
 def _autocast(x) -> torch.dtype | None:

@@ -14,17 +14,27 @@ _BLOCK_QUERIES = 128
 """The number of queries in a block. Causal attention leaves out the keys after the last of them."""
 
 
-def fits(query, key, value, grad) -> bool:
-    """Return whether `gradients` supports these tensors."""
+def fits(query, key, value, grad, is_cast: bool = False) -> bool:
+    """Return whether `gradients` supports these tensors, and is faster than torch's own function.
+
+    `is_cast` says whether autocast gave the attention's inputs one dtype, that of `grad`.
+    """
     if not is_plain(grad):  # then the others, which fewbit has dequantized, are plain too
         return False
+    dtype = grad.dtype
     for x in (query, key, value, grad):
-        if not x.is_cpu or x.dtype is not torch.float32:
+        if not x.is_cpu or (x.dtype is not dtype and not is_cast):
             return False
     is_usual = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
     count = math.prod(query.shape[:-1]) * key.shape[-2]
-    # The block's products have been compared with torch's own function only with MKL.
-    return is_usual and count > 0 and torch.backends.mkl.is_available()
+    return is_usual and count > 0 and are_products_fast(dtype)
+
+
+def are_products_fast(dtype) -> bool:
+    """Return whether the products of blocks have been compared with torch's own function."""
+    if dtype is torch.bfloat16:
+        return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype is torch.float32 and torch.backends.mkl.is_available()
 
 
 def gradients(query, key, value, grad, is_causal: bool, scale: float | None):
@@ -35,31 +45,44 @@ def gradients(query, key, value, grad, is_causal: bool, scale: float | None):
         S = scale q transpose(k)     P = softmax(S)     D = g transpose(v)     T = P (D - sum(P D))
         gradient of q = scale T k    gradient of k = scale transpose(T) q      gradient of v = transpose(P) g
 
-    P D and P (D - ...) are products of elements, and the sum runs over the keys of a query. The tensors are float32 on
-    the CPU: query (..., L, E), key (..., S, E), value (..., S, Ev) and grad (..., L, Ev).
+    P D and P (D - ...) are products of elements, and the sum runs over the keys of a query. The tensors are on the CPU:
+    query (..., L, E), key (..., S, E), value (..., S, Ev) and grad (..., L, Ev), float32 or bfloat16. Products are
+    computed in the dtype of grad.
     """
     if scale is None:
         scale = 1 / math.sqrt(max(query.shape[-1], 1))  # without entries, all scores are 0
     inputs = query, key, value
     heads = math.prod(query.shape[:-2])
-    q, k, v, g = (x.reshape(heads, *x.shape[-2:]) for x in (*inputs, grad))
-    of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    q, k, v, g = [x.to(grad.dtype).reshape(heads, *x.shape[-2:]) for x in (*inputs, grad)]
+    of_q, of_k, of_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     length = q.shape[1]
     size = min(length, _BLOCK_QUERIES) * k.shape[1]
     step = max(1, _BLOCK * torch.get_num_threads() // size)
-    for first in range(0, length, _BLOCK_QUERIES):
-        rows = slice(first, min(first + _BLOCK_QUERIES, length))
-        keys = min(rows.stop, k.shape[1]) if is_causal else k.shape[1]
-        mask = q.new_zeros(rows.stop - first, keys)
-        if is_causal:
-            mask = mask.fill_(-math.inf).triu_(first + 1)
-        for head in range(0, heads, step):
-            some = slice(head, head + step)
+    for head in range(0, heads, step):
+        some = slice(head, head + step)
+        sum_k = torch.zeros_like(k[some], dtype=torch.float32)
+        sum_v = torch.zeros_like(v[some], dtype=torch.float32)
+        for first in range(0, length, _BLOCK_QUERIES):
+            rows = slice(first, min(first + _BLOCK_QUERIES, length))
+            keys = min(rows.stop, k.shape[1]) if is_causal else k.shape[1]
+            mask = q.new_zeros(rows.stop - first, keys)
+            if is_causal:
+                mask = mask.fill_(-math.inf).triu_(first + 1)
             q_, g_, k_, v_ = q[some, rows], g[some, rows], k[some, :keys], v[some, :keys]
             scores = torch.baddbmm(mask, q_, k_.mT, beta=int(is_causal), alpha=scale)
             p = torch.softmax(scores, -1)
-            of_v[some, :keys].baddbmm_(p.mT, g_)
+            _add_product(sum_v[:, :keys], p.mT, g_)
             t = torch._softmax_backward_data(torch.bmm(g_, v_.mT), p, -1, p.dtype)
             torch.baddbmm(of_q[some, rows], t, k_, beta=0, alpha=scale, out=of_q[some, rows])
-            of_k[some, :keys].baddbmm_(t.mT, q_, alpha=scale)
-    return tuple(x.view(like.shape) for x, like in zip((of_q, of_k, of_v), inputs, strict=True))
+            _add_product(sum_k[:, :keys], t.mT, q_, scale)
+        of_k[some], of_v[some] = sum_k, sum_v
+    found = zip((of_q, of_k, of_v), inputs, strict=True)
+    return [x.view(like.shape).to(like.dtype) for x, like in found]
+
+
+def _add_product(total, a, b, factor: float = 1.0) -> None:
+    """Add factor * a b to `total`, which is float32, so that sums of bfloat16 products do not lose precision."""
+    if a.dtype is total.dtype:
+        total.baddbmm_(a, b, alpha=factor)
+    else:
+        total.add_(torch.bmm(a, b), alpha=factor)

@@ -49,7 +49,7 @@ from networks.pretrained_networks import LOW, Kind
 import fewbit
 from fewbit.checkpointing import supports_checkpoints
 from fewbit.compiler.compiling import compile_in_place, undo_compile
-from fewbit.convert import settings as convert_settings
+from fewbit.convert import module_settings
 from fewbit.runtime.format.distortion import distortion
 
 EXACT = "exact"
@@ -119,9 +119,9 @@ def block_of(network, number):
 def compressed(network, setting: Setting):
     """Compress the model while the block runs. The block gets the controller, if `compress_` makes one."""
     kind, controller = setting.kind, None
-    usual = convert_settings.EXTRA_BITS_OF_ATTENTION, convert_settings.EXTRA_BITS_OF_GATES
+    usual = module_settings.EXTRA_BITS_OF_ATTENTION, module_settings.EXTRA_BITS_OF_GATES
     attention, gates = usual if kind is None else (kind.attention, kind.gates)
-    convert_settings.EXTRA_BITS_OF_ATTENTION, convert_settings.EXTRA_BITS_OF_GATES = (
+    module_settings.EXTRA_BITS_OF_ATTENTION, module_settings.EXTRA_BITS_OF_GATES = (
         attention,
         gates,
     )
@@ -149,7 +149,7 @@ def compressed(network, setting: Setting):
         elif setting.config is not None:
             fewbit.restore_(network.model)
     finally:
-        convert_settings.EXTRA_BITS_OF_ATTENTION, convert_settings.EXTRA_BITS_OF_GATES = usual
+        module_settings.EXTRA_BITS_OF_ATTENTION, module_settings.EXTRA_BITS_OF_GATES = usual
 
 
 def exact_gradient(network, batch, is_compiled: bool) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Import of timm on machines without torchvision.
 
 timm imports torchvision for its data sets, for the transforms of images, and for a frozen batch norm, which the models of
-`benchmarks/model_zoo.py` do not use. torchvision requires one version of torch, and may be missing where torch is not a
+`benchmarks/networks/model_zoo.py` do not use. torchvision requires one version of torch, and may be missing where torch is not a
 release. `timm_without_torchvision` then imports timm with empty classes in the place of torchvision's.
 """
 

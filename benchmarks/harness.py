@@ -90,13 +90,12 @@ def copy_bandwidth(n, device, repeats):
 
 def most_bytes(run) -> int:
     """Return by how many bytes the CPU's memory has grown at most while run() runs, from the profiler's list of allocations."""
-    from torch.profiler import ProfilerActivity, profile
+    from torch.autograd.profiler import profile
 
-    activities = [ProfilerActivity.CPU]
-    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+    with profile(profile_memory=True, use_kineto=True) as profiler:
         run()
     now = most = 0
-    for event in profiler.profiler.kineto_results.events():
+    for event in profiler.kineto_results.events():
         if event.name() == "[memory]":
             now += event.nbytes()
             most = max(most, now)

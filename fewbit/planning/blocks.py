@@ -12,14 +12,16 @@ from fewbit.errors import InputError
 from fewbit.printable import shorten
 from fewbit.runtime.interop.module_calls import class_of
 
-_CONTAINERS = nn.Sequential, nn.ModuleList
+_CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
 
 
 def find_blocks(model: nn.Module, which: str | Iterable[str] | None = None) -> dict[str, nn.Module]:
     """Return {path: module} of the blocks of a model, none inside another.
 
-    A list (`nn.ModuleList`, `nn.Sequential`) has blocks if at least two of its modules have parts of their own, in a Sequential two of one
-    class. A list inside a list, or inside a stage, counts by itself. If `which` is given, blocks are the modules that match its glob patterns.
+    A list (`nn.ModuleList`, `nn.Sequential`, `nn.ModuleDict`) has blocks if at least two of its modules have parts of their own, in the
+    latter two of one class. A list inside a list, or inside a stage, counts by itself. In a model without such lists, the outermost modules
+    of one class whose names end in numbers, such as b1 and b2, are blocks, or stages with such blocks. If `which` is given, blocks are the
+    modules that match its glob patterns.
 
     Raises:
         InputError: a pattern matches no module.
@@ -28,7 +30,7 @@ def find_blocks(model: nn.Module, which: str | Iterable[str] | None = None) -> d
         return _named(model, which)
     found: dict[str, nn.Module] = {}
     _search(model, "", found)
-    return found
+    return found or _numbered_blocks(model)
 
 
 def _search(module: nn.Module, path: str, found: dict) -> None:
@@ -41,7 +43,7 @@ def _search(module: nn.Module, path: str, found: dict) -> None:
         if not _has_parts(child):
             continue
         deeper: dict[str, nn.Module] = {}
-        if isinstance(child, _CONTAINERS) or "stage" in class_of(child).__name__.lower():
+        if isinstance(child, _CONTAINERS) or _is_stage(child):
             _search(child, inner, deeper)
         if deeper:
             found |= deeper
@@ -53,6 +55,45 @@ def _is_repeated(container: nn.Module) -> bool:
     classes = [class_of(child) for child in container.children() if _has_parts(child)]
     least = 2 if isinstance(container, nn.ModuleList) else max(Counter(classes).values(), default=0)
     return len(classes) >= 2 and least >= 2
+
+
+def _is_stage(module: nn.Module) -> bool:
+    return "stage" in class_of(module).__name__.lower()
+
+
+def _numbered_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    level = {"": model}
+    while level:
+        found = {path: child for one in level.items() for path, child in _numbered(*one).items()}
+        if found:
+            return {
+                inner: block
+                for path, child in found.items()
+                for inner, block in (
+                    _is_stage(child) and _numbered(path, child) or {path: child}
+                ).items()
+            }
+        level = {
+            f"{path}.{name}".lstrip("."): child
+            for path, module in level.items()
+            for name, child in module.named_children()
+        }
+    return {}
+
+
+def _numbered(path: str, module: nn.Module) -> dict[str, nn.Module]:
+    """Return {path: child} of the children that have parts, one class, and names such as b1 and b2."""
+    kinds = {
+        name: (name.rstrip("0123456789"), class_of(child))
+        for name, child in module.named_children()
+        if name[-1].isdigit() and _has_parts(child)
+    }
+    counts = Counter(kinds.values())
+    return {
+        f"{path}.{name}".lstrip("."): module.get_submodule(name)
+        for name, kind in kinds.items()
+        if counts[kind] >= 2
+    }
 
 
 def _has_parts(module: nn.Module) -> bool:

@@ -10,8 +10,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.autograd.profiler import record_function
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile, record_function
 
 from fewbit.analysis.gradients import Loss, Measured, explained, tensors_of
 from fewbit.analysis.meter import identity_of, parts_of, saved_bytes
@@ -136,13 +135,10 @@ class RealSteps(Measured):
                 marks.append((kind, block, pointers))
 
         os.environ.setdefault(*_QUIET)
-        activities = [ProfilerActivity.CPU]
         try:
             with unchanged(dict(self.model.named_modules()), tensors_of(batch)), measuring():
                 with watched(blocks, mark), explained(batch):
-                    with profile(
-                        activities=activities, profile_memory=True, acc_events=True
-                    ) as profiler:
+                    with profile(profile_memory=True, use_kineto=True) as profiler:
                         with self.forward(batch, 0) as value:
                             mark(LOSS)
                             value.backward()
@@ -166,7 +162,7 @@ class _Allocation:
 def _happened(profiler, marks: list[tuple], device: torch.device, gradients: set[int]) -> list:
     """Return the events and marks of a profiled step in order. `gradients` has the pointers of gradients."""
     found = []
-    nodes = list(profiler.profiler.kineto_results.experimental_event_tree())
+    nodes = list(profiler.kineto_results.experimental_event_tree())
     while nodes:
         node = nodes.pop()
         nodes += node.children

@@ -50,7 +50,37 @@ def nested():
     return model
 
 
+class NumberedStage(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        for number in range(count):
+            self.add_module(f"b{number + 1}", Pair())
+
+
+class Pair(nn.Module):
+    """A block with numbered parts, which are no blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = block(), block()
+
+
+def numbered():
+    """A model without lists, inside of another one."""
+    model = nn.Module()
+    model.stem, model.s1, model.s2 = Pair(), NumberedStage(1), NumberedStage(2)
+    outer = nn.Module()
+    outer.backbone, outer.head = model, nn.Linear(2, 2)
+    return outer
+
+
 FOUND = [
+    (numbered, None, ["backbone.s1", "backbone.s2.b1", "backbone.s2.b2"]),
+    (
+        lambda: nn.Sequential(*[nn.ModuleDict({"a": block(), "b": block()}) for _ in range(2)]),
+        None,
+        ["0.a", "0.b", "1.a", "1.b"],
+    ),
     (net, None, ["1.0", "1.1", "1.2"]),
     (lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), None, []),
     (lambda: nn.Linear(2, 2), None, []),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fewbit.analysis.gradients import explained, tensors_of
+from fewbit.analysis.gradients import difference, explained, squared, tensors_of
 from fewbit.analysis.unchanged import unchanged
+from fewbit.errors import InputError
 from fewbit.planning.all_ranks import ALONE, Processes
 from fewbit.planning.block_settings import Settings
 from fewbit.planning.fake_steps import FakeTraining, loss_of_output
@@ -70,28 +73,45 @@ class RealBlockSteps(RealSteps):
         model, blocks, sample, loss: as in `examine`.
         memory: the bytes of the optimizer.
         accumulates: whether gradients exist before the step.
-
-    Attributes:
-        latest: the gradient of the latest step of `timeline_of`, a list of tensors.
     """
-
-    latest: list[torch.Tensor] | None = None
 
     def __init__(
         self, model, blocks, sample, loss, memory: OptimizerBytes, accumulates: bool, processes: Processes
     ):  # fmt: skip
         super().__init__(model, loss or loss_of_output, 0)
         self.blocks, self.sample = list(blocks), sample
+        self._latest: list[torch.Tensor] = []
+        self._exact: list[torch.Tensor] = []
         # Processes with shards accumulate these, and for a moment have a whole gradient of one batch.
         self._step = memory.state, accumulates and processes.shards == 1
         self._of_process = _OfProcess(model, self.blocks, memory, accumulates, processes)
 
     def timeline_of(self, settings: Settings, always: bool = False) -> Timeline:
         """Return the timeline of a step. `always` is that of `Settings.apply`."""
+        controller = settings.apply(self.model, always)
+        found, latest = self.timeline(self.sample, self.blocks, *self._step)
         # Without the context of compress_, regions draw seeds from torch's generator, and dropout draws other masks.
-        settings.apply(self.model, always)
-        found, self.latest = self.timeline(self.sample, self.blocks, *self._step)
+        self._latest = latest if controller is not None else []
         return self._of_process(found)
+
+    def error(self) -> float:
+        """Return |g^ - g|^2 / |g|^2 with the latest gradient g^, and the gradient g of the first call.
+
+        NaN if dropout had other masks in the latest step.
+
+        Raises:
+            InputError: g is 0 or not finite.
+        """
+        latest, self._latest = self._latest, []
+        if not latest:
+            return math.nan
+        self._exact = self._exact or latest
+        square = squared(self._exact)
+        if not square > 0 or not math.isfinite(square):
+            raise InputError(
+                f"loss: expected a gradient that is finite and not 0, got |g|^2 = {square}"
+            )
+        return squared(difference(latest, self._exact)) / square
 
     def timed(self) -> tuple[float, np.ndarray]:
         """Return the seconds of a step, and of the forward passes of the blocks, (blocks,)."""
@@ -133,6 +153,10 @@ class FakeBlockSteps:
         with unchanged({}, []), measuring(), explained(self._sample):
             found = training.step(self._sample, blocks, updates=False)
         return self._of_process(Timeline({**found.existing, **self._extra}, found.happened))
+
+    def error(self) -> float:
+        """Return NaN, because values are not known."""
+        return math.nan
 
     def _training(self, convert) -> FakeTraining:
         return FakeTraining(self._model, convert, self._loss, torch.optim.SGD, self._on_gpu)

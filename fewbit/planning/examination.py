@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fewbit.analysis.gradients import difference, squared
 from fewbit.analysis.progress import StepsProgress
 from fewbit.convert.chunked_loss import head_of
 from fewbit.errors import FewbitError, InputError
@@ -150,11 +149,17 @@ class Examination:
         share = 1 / len(self.paths) if shares is None else shares[block]
         return max(self.uniform[option].error, 0.0) * share
 
-    def peak(self, settings: Settings) -> int:
-        """Run a step with the optimizer's, and return the most bytes in any process."""
-        order = list(range(len(self.paths)))
-        bytes_ = self.processes.together(lambda: self.steps.timeline_of(settings).bytes_of(order))
-        return max(self.processes.all(int(max(bytes_.peak.max(), self.update))))
+    def measured(self, settings: Settings) -> tuple[int, float]:
+        """Run a step, and return the most bytes with the optimizer's step, and the error, in any process.
+
+        The error is NaN if it cannot be measured.
+        """
+
+        def run():
+            return self.steps.timeline_of(settings).peak().size, self.steps.error()
+
+        peak, error = self.processes.together(run)
+        return max(self.processes.all(max(peak, self.update))), max(self.processes.all(error))
 
     def agree(self) -> None:
         """Take the largest bytes, seconds and errors of all processes, and the options that all have.
@@ -289,16 +294,11 @@ def is_gpu(device: torch.device) -> bool:
 
 def _measure(steps: RealBlockSteps, arms, found, paths, done) -> tuple[np.ndarray, dict]:
     """Measure everything. Return the blocks' forward times, and their shares in errors."""
-    numbers, exact, square = list(range(len(paths))), None, 1.0
+    numbers = list(range(len(paths)))
     times: dict = {
         key: [] for key in arms if key in TIMED or (key[0] == "rest" and key[1].bits is None)
     }
     forward: list[np.ndarray] = []
-
-    def added_error():
-        total = squared(difference(steps.latest, exact)) / square
-        steps.latest = None
-        return total
 
     for key, settings in arms.items():
         if _is_useless(key, found):
@@ -314,14 +314,9 @@ def _measure(steps: RealBlockSteps, arms, found, paths, done) -> tuple[np.ndarra
             times.pop(key, None)
             continue  # the model cannot train with this option
         found[key] = Measurement(timeline.bytes_of(numbers))
-        if exact is None:
-            exact, square = steps.latest, squared(steps.latest)
-            if not square > 0 or not np.isfinite(square):
-                raise InputError(
-                    f"loss: expected a gradient that is finite and not 0, got |g|^2 = {square}"
-                )
         is_exact = settings.rest is None and (key[0] == "rest" or key[1] in (EXACT, RECOMPUTED))
-        found[key].error = 0.0 if is_exact else added_error()
+        error = steps.error()
+        found[key].error = 0.0 if is_exact else error
         done()
     times = {key: values for key, values in times.items() if not _is_useless(key, found)}
     arms[EXACT_ARM].apply(steps.model)
@@ -352,7 +347,7 @@ def _measure(steps: RealBlockSteps, arms, found, paths, done) -> tuple[np.ndarra
             steps.timeline_of(
                 Settings({**dict.fromkeys(paths, EXACT), paths[block]: option}), always=True
             )
-            alone.append(added_error())
+            alone.append(steps.error())
             done()
         values = np.interp(numbers, probed, alone)
         total = values.sum()

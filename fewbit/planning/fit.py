@@ -37,6 +37,8 @@ TOLERANCE = 0.002
 """The part of the step's time by which the solver's result may be slower."""
 SLOWER = 0.01
 """The part of an exact step's time that a smaller error may cost."""
+NOISE = 1e-9
+"""The error that may come from the order of floating-point sums."""
 ATTEMPTS = 6
 """The most choices whose peak is measured, until one fits."""
 POINTS, FEW_LABELS = 12, 300
@@ -173,8 +175,7 @@ class Chosen:
         rest: the option of the rest of the model.
         options: the numbers of the parts' options.
         seconds: the seconds that are added to an exact step, and `bound`, a lower bound for all choices that fit.
-        error: the sum of the errors.
-        peak: the peak of the step; measured after `Search.fastest`, else predicted.
+        error, peak: those of a step; measured after `Search.fastest`, else predicted.
     """
 
     def __init__(self, examination: Examination, rest, choice, parts):
@@ -185,6 +186,12 @@ class Chosen:
         self.seconds, self.bound = choice.seconds, choice.bound
         self.error = totals(parts, choice.options)[1]
         self.peak = max(peak_of(parts, choice.options), examination.update)
+
+    def take(self, peak: float, error: float) -> None:
+        """Take measurements in place of predictions."""
+        self.peak = peak
+        if error > NOISE:
+            self.error = error
 
 
 def least_error(parts: list[Part], memory: float, seconds: float) -> tuple[int, ...] | None:
@@ -236,29 +243,34 @@ class Search:
         return Chosen(self.examination, rest, chosen, self.parts[rest])
 
     def fastest(self, memory: int) -> Chosen | None:
-        """Return the fastest choice whose measured peak fits, or None."""
-        limits, known = dict.fromkeys(self.parts, float(memory)), {}
+        """Return the fastest choice whose measured peak and error are allowed, or None."""
+        limits, known, limit = dict.fromkeys(self.parts, float(memory)), {}, self.error
         for _ in range(ATTEMPTS):
-            chosen = self.solve(limits)
+            chosen = self.solve(limits, error=limit)
             if chosen is None:
                 break
             key = chosen.rest, chosen.options
             if key not in known:
-                known[key] = self.examination.peak(chosen.settings)
-            predicted, chosen.peak = chosen.peak, known[key]
-            if chosen.peak <= memory:
+                known[key] = self.examination.measured(chosen.settings)
+            predicted, expected = chosen.peak, chosen.error
+            chosen.take(*known[key])
+            if chosen.peak <= memory and chosen.error <= self.error:
                 return chosen
-            # Bytes that the parts do not explain count as if they were always there, with this rest.
-            over = max(chosen.peak - memory, memory / 2048)
-            limits[chosen.rest] = min(limits[chosen.rest], predicted) - over
+            if chosen.peak > memory:
+                # Bytes that the parts do not explain count as if they were always there, with this rest.
+                over = max(chosen.peak - memory, memory / 2048)
+                limits[chosen.rest] = min(limits[chosen.rest], predicted) - over
+            if chosen.error > self.error:
+                limit = 0.9 * min(limit, expected) * self.error / chosen.error
         smallest = self.smallest()
-        return smallest if smallest is not None and smallest.peak <= memory else None
+        fits = smallest is not None and smallest.peak <= memory and smallest.error <= self.error
+        return smallest if fits else None
 
     def smallest(self) -> Chosen | None:
         """Return the choice with about the smallest peak, which is measured, or None."""
         found = [one for rest in self.parts if (one := self.least(rest=rest)) is not None]
         for one in found:
-            one.peak = self.examination.peak(one.settings)
+            one.take(*self.examination.measured(one.settings))
         return min(found, key=lambda one: one.peak, default=None)
 
     def least(self, rest: Rest | None = None) -> Chosen | None:

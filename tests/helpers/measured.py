@@ -1,5 +1,7 @@
 """A small model whose gradients are measured, a loss with a different gradient for each output, and the peak of a step."""
 
+import gc
+
 import torch
 from harness import most_bytes
 from torch import nn
@@ -48,4 +50,5 @@ def measured_peak(model, batch, loss, make=torch.optim.AdamW):
     states = [value for state in optimizer.state.values() for value in state.values()]
     tensors = tree_leaves(batch)
     before = sum(x.nbytes for x in [*model.parameters(), *model.buffers(), *tensors, *states])
+    gc.collect()  # garbage that is freed within the step would count
     return before + most_bytes(step)

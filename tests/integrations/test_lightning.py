@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from composed import names_of_nodes
+from quick_fit import quick_fit
 from torch import nn
 from torch.nn import functional as F
 
@@ -279,11 +280,7 @@ class Deep(Layers):
 @pytest.mark.filterwarnings("ignore:You are trying to .self.log:UserWarning")
 def test_a_memory_in_place_of_bits(tmp_path, monkeypatch):
     """The first batch is the sample; steps that measure are not logged, and the model trains with what was chosen."""
-    from fewbit.planning import costs, examination
-
-    monkeypatch.setattr(examination, "ROUNDS", 1)
-    monkeypatch.setattr(costs, "SHORTEST", 0.0)
-    monkeypatch.setenv("FEWBIT_CACHE", str(tmp_path))
+    quick_fit(monkeypatch, tmp_path)
     batches = [
         {name: value.repeat(32, *[1] * (value.dim() - 1)) for name, value in one.items()}
         for one in mappings(2)

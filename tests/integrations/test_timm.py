@@ -50,7 +50,7 @@ def test_peaks_and_gradients(case):
     model, batch, blocks = case
     exact_peak = measured_peak(copy.deepcopy(model), batch, loss, SGD)
     fixed = 2 * sum(p.nbytes for p in model.parameters())
-    for share in (0.8, 0.6):
+    for share in (0.85, 0.75):
         memory = int(fixed + share * (exact_peak - fixed))
         found = fewbit.fit_(
             model, batch, memory, loss=loss, optimizer=SGD, verbose=False, progress=False

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 pytest.importorskip("transformers")
 
 from accelerate.utils import DistributedType
+from quick_fit import quick_fit
 from trainer_runs import USUAL, llama, logged, saved_by_step, texts, weights
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from two_processes import run_twice
@@ -322,12 +323,7 @@ class Once(IterableDataset):
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     """Let fit_ measure little, and leave the user's cache alone."""
-    from fewbit.planning import costs, examination
-
-    monkeypatch.setattr(examination, "ROUNDS", 1)
-    monkeypatch.setattr(examination, "PROBES", 1)
-    monkeypatch.setattr(costs, "SHORTEST", 0.0)
-    monkeypatch.setenv("FEWBIT_CACHE", str(tmp_path / "cache"))
+    quick_fit(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -9,6 +9,7 @@ import torch
 if any(find_spec(name) is None for name in ("trl", "peft", "datasets", "tokenizers")):
     pytest.skip("needs trl, peft, datasets and tokenizers", allow_module_level=True)
 
+from quick_fit import quick_fit
 from trainer_runs import USUAL, llama, logged, saved_by_step, weights
 
 import fewbit
@@ -193,12 +194,7 @@ def test_copies_may_be_moved_by_hooks_around_the_step(tmp_path):
 @pytest.mark.parametrize("with_lora", [False, True])
 def test_a_memory_in_place_of_bits(tmp_path, monkeypatch, with_lora):
     """The trainer of TRL trains with what `fit_` has chosen for its first batch."""
-    from fewbit.planning import costs, examination
-
-    monkeypatch.setattr(examination, "ROUNDS", 1)
-    monkeypatch.setattr(examination, "PROBES", 1)
-    monkeypatch.setattr(costs, "SHORTEST", 0.0)
-    monkeypatch.setenv("FEWBIT_CACHE", str(tmp_path / "cache"))
+    quick_fit(monkeypatch, tmp_path)
     callback = FewbitCallback(memory="1 GiB", progress=False, **QUIET)
     run = sft(tmp_path, callback, with_lora)
     before = weights(run.model)

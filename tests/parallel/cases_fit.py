@@ -110,7 +110,7 @@ def one_choice_with_ddp(rank):
 
 
 def one_choice_with_fully_shard(rank):
-    _one_choice(rank, "fsdp", 9)
+    _one_choice(rank, "fsdp", 10)
 
 
 def one_choice_in_mixed_precision(rank):

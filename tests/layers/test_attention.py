@@ -114,7 +114,7 @@ def test_gradients_from_blocks(name, dtype, monkeypatch):
             f"torch's own function computes the gradients, because products of {y.dtype} are slow here"
         )
     assert uses_blocks((*restored, None, None), (grad,), How(**options), cast)
-    exact = [x.double().requires_grad_() for x in restored]
+    exact = [x.to(y.dtype).double().requires_grad_() for x in restored]
     expected = torch_f.scaled_dot_product_attention(*exact, **options)
     theirs = torch.autograd.grad(expected, exact, grad.double())
     ours = torch.autograd.grad(y, tensors, grad, retain_graph=True)
@@ -127,9 +127,9 @@ def test_gradients_from_blocks(name, dtype, monkeypatch):
     assert torch.equal(of_key, ours[1])
 
 
-@pytest.mark.parametrize("length", [128, 1024])
-def test_blocks_of_bfloat16_are_as_precise_as_torch(length):
-    """Sums over blocks of queries are float32, so errors do not grow with the length."""
+@pytest.mark.parametrize("length,scale", [(128, None), (1024, None), (256, 2.0)])
+def test_blocks_of_bfloat16_are_as_precise_as_torch(length, scale):
+    """Scores and sums over blocks of queries are float32, so errors grow neither with the scores nor with the length."""
     if not are_products_fast(torch.bfloat16):
         pytest.skip("products of bfloat16 are slow here")
     *factors, grad = (normal((1, 2, length, 32), scale=1.0, seed=i).bfloat16() for i in range(4))
@@ -140,11 +140,11 @@ def test_blocks_of_bfloat16_are_as_precise_as_torch(length):
 
     def torchs(dtype):
         own = [x.to(dtype).requires_grad_() for x in factors]
-        y = torch_f.scaled_dot_product_attention(*own, is_causal=True)
+        y = torch_f.scaled_dot_product_attention(*own, is_causal=True, scale=scale)
         return torch.autograd.grad(y, own, grad.to(dtype))
 
     exact = torchs(torch.float64)
-    ours = errors(score_blocks.gradients(*factors, grad, True, None))
+    ours = errors(score_blocks.gradients(*factors, grad, True, scale))
     theirs = errors(torchs(torch.bfloat16))
     assert all(a <= 2.0 * b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
 

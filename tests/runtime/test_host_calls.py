@@ -62,8 +62,8 @@ BUDGETS = {  # name: (layers, shape of the input, calls of the forward, of the b
     "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 86, 36, 123, 36),
     "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 175, 70, 212, 70),
     "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 104, 20, 147, 29),
-    "attention": (lambda: [Attention()], (4, 4, 16, 16), 174, 126, 286, 153),
-    "block": (lambda: [Block()], TOKENS, 619, 351, 919, 473),
+    "attention": (lambda: [Attention()], (4, 4, 16, 16), 174, 129, 286, 156),
+    "block": (lambda: [Block()], TOKENS, 619, 354, 919, 476),
 }
 FILES_OF_LINEAR, OWN_OF_LINEAR = 23, (37, 12)
 

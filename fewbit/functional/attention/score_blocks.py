@@ -46,8 +46,8 @@ def gradients(query, key, value, grad, is_causal: bool, scale: float | None):
         gradient of q = scale T k    gradient of k = scale transpose(T) q      gradient of v = transpose(P) g
 
     P D and P (D - ...) are products of elements, and the sum runs over the keys of a query. The tensors are on the CPU:
-    query (..., L, E), key (..., S, E), value (..., S, Ev) and grad (..., L, Ev), float32 or bfloat16. Products are
-    computed in the dtype of grad.
+    query (..., L, E), key (..., S, E), value (..., S, Ev) and grad (..., L, Ev), float32 or bfloat16. Products other
+    than S are computed in the dtype of grad.
     """
     if scale is None:
         scale = 1 / math.sqrt(max(query.shape[-1], 1))  # without entries, all scores are 0
@@ -65,12 +65,14 @@ def gradients(query, key, value, grad, is_causal: bool, scale: float | None):
         for first in range(0, length, _BLOCK_QUERIES):
             rows = slice(first, min(first + _BLOCK_QUERIES, length))
             keys = min(rows.stop, k.shape[1]) if is_causal else k.shape[1]
-            mask = q.new_zeros(rows.stop - first, keys)
+            mask = sum_k.new_zeros(rows.stop - first, keys)
             if is_causal:
                 mask = mask.fill_(-math.inf).triu_(first + 1)
             q_, g_, k_, v_ = q[some, rows], g[some, rows], k[some, :keys], v[some, :keys]
-            scores = torch.baddbmm(mask, q_, k_.mT, beta=int(is_causal), alpha=scale)
-            p = torch.softmax(scores, -1)
+            # Scores can be large, so their exponentials need the precision of float32.
+            factors = mask, q_.float(), k_.float().mT
+            scores = torch.baddbmm(*factors, beta=int(is_causal), alpha=scale)
+            p = torch.softmax(scores, -1).to(grad.dtype)
             _add_product(sum_v[:, :keys], p.mT, g_)
             t = torch._softmax_backward_data(torch.bmm(g_, v_.mT), p, -1, p.dtype)
             torch.baddbmm(of_q[some, rows], t, k_, beta=0, alpha=scale, out=of_q[some, rows])

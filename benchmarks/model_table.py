@@ -6,10 +6,10 @@
     python benchmarks/model_table.py --failed         # measures models again whose stored result is an error or missing
     python benchmarks/model_table.py --page           # writes the page again, from the stored results
 
-`benchmarks/networks/model_zoo.py` has the models: one small instance of each architecture with random weights, and a batch. For each
-the script counts the bytes that one forward and its loss save for the backward pass, exactly and after `compress_` with 4
-and 2 bits and otherwise default settings, and with 2 bits and `layers={"everything": True}`. "cosine" is that of the angle
-between the gradient of all parameters and that of the exact model, for one draw of the random rounding. With 8 bits,
+`benchmarks/networks/model_zoo.py` has the models: one small instance of each architecture with random weights, and a batch.
+For each the script counts the bytes that one forward and its loss save for the backward pass, exactly and after `compress_`
+with 4 and 2 bits and otherwise default settings, and with 2 bits and `layers={"everything": True}`. "cosine" is that of the
+angle between the gradient of all parameters and that of the exact model, for one draw of the random rounding. With 8 bits,
 activations have 8 bits too, so that a wrong gradient shows: its cosine is not close to 1.
 
 "remains" lists the tensors that the model with 2 bits saves in full, by the reason that the meter gives, if they are at

@@ -33,7 +33,9 @@ def test_the_table():
         assert time == ("1" if arm == "exact" else f"{row['time']:.2f}")
         assert noise == (f"{measured[setting]['added_variance']:.2g}" if setting else "")
         if "standard_error" in row:
-            assert loss == f"{row['difference']:+.4f} ± {row['standard_error']:.4f}"
+            error = row["standard_error"]
+            digits = 4 if error >= 5e-5 else 5
+            assert loss == f"{row['difference']:+.4f} ± {error:.{digits}f}"
         else:
             assert loss == ""
 

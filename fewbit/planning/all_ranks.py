@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
 import torch.distributed as dist
 
 from fewbit.errors import FewbitError, InputError
@@ -97,8 +96,3 @@ def _is_policy(value) -> bool:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     return isinstance(value, MixedPrecisionPolicy)
-
-
-def largest(values: list):
-    """Return the largest of numbers, or of the elements of arrays."""
-    return np.max(np.stack(values), 0) if isinstance(values[0], np.ndarray) else max(values)

@@ -138,11 +138,8 @@ class FakeBlockSteps:
 
     def __init__(self, model, paths, sample, loss, memory, accumulates, processes, on_gpu):
         self._model, self._paths, self._sample, self._loss = model, list(paths), sample, loss
-        self._extra = {
-            "optimizer": memory.state,
-            "gradients": memory.gradients if accumulates else 0,
-        }
-        self._on_gpu = on_gpu
+        self._state, self._on_gpu = memory.state, on_gpu
+        self._accumulates = accumulates and processes.shards == 1
         blocks = [model.get_submodule(path) for path in paths]
         self._of_process = _OfProcess(model, blocks, memory, accumulates, processes)
 
@@ -151,8 +148,11 @@ class FakeBlockSteps:
         training = self._training(settings.apply)
         blocks = [training.model.get_submodule(path) for path in self._paths]
         with unchanged({}, []), measuring(), explained(self._sample):
-            found = training.step(self._sample, blocks, updates=False)
-        return self._of_process(Timeline({**found.existing, **self._extra}, found.happened))
+            found = training.step(
+                self._sample, blocks, updates=False, accumulates=self._accumulates
+            )
+        found.existing = {**found.existing, "optimizer": self._state}
+        return self._of_process(found)
 
     def error(self) -> float:
         """Return NaN, because values are not known."""

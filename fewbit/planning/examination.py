@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fewbit.analysis.progress import StepsProgress
 from fewbit.convert.chunked_loss import head_of
 from fewbit.errors import FewbitError, InputError
-from fewbit.planning.all_ranks import ALONE, Processes, largest
+from fewbit.planning.all_ranks import ALONE, Processes
 from fewbit.planning.block_settings import (
     BITS_OF_REST,
     EXACT,
@@ -179,8 +179,8 @@ class Examination:
             )
         self.uniform, self.rest = _largest_of(uniform), _largest_of(rest)
         self.options = tuple(self.uniform)
-        self.forward, self.update = largest(list(forward)), max(update)
-        self.shares = {key: largest([one[key] for one in shares]) for key in self.shares}
+        self.forward, self.update = np.max(forward, 0), max(update)
+        self.shares = {key: np.max([one[key] for one in shares], 0) for key in self.shares}
 
 
 def _largest_of(tables: tuple[dict, ...]) -> dict:
@@ -188,11 +188,9 @@ def _largest_of(tables: tuple[dict, ...]) -> dict:
     for key in tables[0]:
         if all(key in table for table in tables):
             same = [table[key] for table in tables]
-            bytes_ = [largest([one.bytes[number] for one in same]) for number in range(2)]
-            seconds, error = (
-                largest([getattr(one, name) for one in same]) for name in ("seconds", "error")
-            )
-            found[key] = Measurement(PartBytes(*bytes_), seconds, error)
+            bytes_ = PartBytes(*np.max([one.bytes for one in same], 0))
+            seconds, error = np.max([(one.seconds, one.error) for one in same], 0)
+            found[key] = Measurement(bytes_, float(seconds), float(error))
     return found
 
 

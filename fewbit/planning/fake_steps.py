@@ -78,13 +78,20 @@ class FakeTraining:
         self.tracker.claim([*self.model.parameters(), *self.model.buffers()], PARTS[0])
 
     def step(
-        self, batch, blocks: Sequence[nn.Module] = (), *, updates: bool = True, dim=0, size=None
+        self,
+        batch,
+        blocks: Sequence[nn.Module] = (),
+        *,
+        updates: bool = True,
+        accumulates: bool = False,
+        dim=0,
+        size=None,
     ) -> Timeline:
         """Run one training step.
 
         In the first step, the optimizer makes its state. Only the shapes and dtypes of the batch count; `size` replaces that of
-        dimension `dim`. `blocks` are modules of the copy whose passes are marked, and `updates` says whether the optimizer's
-        step is run.
+        dimension `dim`. `blocks` are modules of the copy whose passes are marked, `updates` says whether the optimizer's
+        step is run, and `accumulates` whether gradients of an earlier batch exist.
 
         Raises:
             InputError: the step cannot run on fake tensors, or the loss is not a scalar that depends on the model.
@@ -96,6 +103,12 @@ class FakeTraining:
             marks.append((tracker.moment, Mark(kind, block, tuple(tracker.keys_of(inputs)))))
 
         self.model.zero_grad(set_to_none=True)
+        if accumulates:
+            with tracker:
+                for parameter in self.model.parameters():
+                    if parameter.requires_grad:
+                        parameter.grad = torch.zeros_like(parameter)
+            tracker.claim([each.grad for each in self.model.parameters()], "gradients")
         tracker.start()
         with tracker, as_on_gpu(self._on_gpu), torch.enable_grad(), _refusing_values():
             fake = _fake_batch(batch, dim, size, self.device)

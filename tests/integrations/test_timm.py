@@ -27,7 +27,7 @@ MODELS = {  # name: (architecture, its options, pixels, images, blocks)
         4,
     ),
     "mobilenetv3": ("mobilenetv3_small_050", {}, 64, 16, 12),
-    "regnet": ("regnetx_002", {}, 48, 16, 13),
+    "regnet": ("regnetx_002", {}, 64, 16, 13),
     "densenet": ("densenet121", {"block_config": (2, 2), "growth_rate": 16}, 48, 16, 7),
 }
 
@@ -50,7 +50,7 @@ def test_peaks_and_gradients(case):
     model, batch, blocks = case
     exact_peak = measured_peak(copy.deepcopy(model), batch, loss, SGD)
     fixed = 2 * sum(p.nbytes for p in model.parameters())
-    for share in (0.85, 0.75):
+    for share in (0.92, 0.84):
         memory = int(fixed + share * (exact_peak - fixed))
         found = fewbit.fit_(
             model, batch, memory, loss=loss, optimizer=SGD, verbose=False, progress=False

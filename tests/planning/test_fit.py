@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from functools import partial
 
 import pytest
 import tiny_models
@@ -18,8 +19,9 @@ import fewbit
 from fewbit.errors import InputError
 from fewbit.functional import losses
 from fewbit.planning import examination
+from fewbit.planning.all_ranks import Processes
 from fewbit.planning.block_settings import RECOMPUTED, Option, Settings
-from fewbit.planning.block_steps import RealBlockSteps
+from fewbit.planning.block_steps import FakeBlockSteps, OptimizerBytes, RealBlockSteps
 from fewbit.planning.fake_steps import loss_of_output
 
 MIB = 2**20
@@ -275,6 +277,11 @@ def test_accumulated_gradients_count():
     most = before + most_bytes(lambda: loss(model, batch).backward())
     assert most <= memory
     assert most == pytest.approx(found.peak, rel=0.01)
+    twin = language(dropout=0.0)[0]
+    bytes_ = OptimizerBytes(twin, partial(torch.optim.SGD, momentum=0.9), on_gpu=False)
+    fake = FakeBlockSteps(twin, [], batch, loss, bytes_, True, Processes(), on_gpu=False)
+    peak = fake.timeline_of(Settings({})).peak().size
+    assert peak == pytest.approx(found.exact_peak, rel=0.02)
 
 
 @pytest.mark.inductor

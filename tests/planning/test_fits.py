@@ -366,6 +366,19 @@ def test_the_command():
     assert document["device_bytes"] == 2 * 2**30
 
 
+@pytest.mark.slow
+def test_the_command_that_chooses():
+    """`--fit` prints the document of `fit_`, or one line if nothing fits."""
+    arguments = "memory resnet18 --batch 4 --image-size 64 --optimizer sgd --json --fit"
+    result = CliRunner().invoke(cli.app, [*arguments.split(), "110 MiB"])
+    assert result.exit_code == 0, result.stderr
+    found = fewbit.FastestFit.from_json(result.stdout)
+    assert found.peak <= found.memory == 110 * 2**20 and len(found.settings.blocks) == 8
+    result = CliRunner().invoke(cli.app, [*arguments.split(), "60 MiB"])
+    assert result.exit_code == 2
+    assert "memory: expected at least" in result.stderr and result.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

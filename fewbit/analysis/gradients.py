@@ -321,12 +321,14 @@ def shapes_of(batch) -> str:
     return f"shape{'s' * (len(shapes) != 1)} {', '.join(shapes[:4])}{', ...' * (len(shapes) > 4)}"
 
 
-def size_of(batch) -> int:
-    """Return a batch's number of samples."""
+def size_of(batch, argument: str = "batch") -> int:
+    """Return a batch's number of samples. `argument` is the batch's name in an InputError."""
     for tensor in tensors_of(batch):
         if tensor.dim():
             return len(tensor)
-    raise InputError("batch: expected a tensor with samples in dimension 0, got none")
+    raise InputError(
+        f"{argument}: expected a tensor with samples in dimension 0, or a tuple or mapping with one, got {type(batch).__name__}"
+    )
 
 
 def parts_of(batch, chunks: int) -> list:

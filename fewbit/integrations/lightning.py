@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from fewbit.analysis.step_meter import StepMeter
 from fewbit.compress.compress import compress_
 from fewbit.compress.controller import Controller
-from fewbit.config import as_config
+from fewbit.config import DEFAULT_BITS, as_config
 from fewbit.errors import InputError
 from fewbit.planning.all_ranks import DDP, SHARDED
 from fewbit.planning.fit import fit_
+from fewbit.planning.fits import check_memory
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.interop.module_calls import GUARD
 from fewbit.runtime.saved.context import contexts_of
@@ -54,8 +55,9 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
     Args:
         bits: as in `fewbit.compress_`.
         memory: a size such as "24 GiB". Before the first batch, `fewbit.fit_` then chooses what each block saves, so that a
-            training step fits in this memory, with this batch as the sample, and the trainer's only optimizer. `bits` has no
-            effect, and the other arguments are those of `fewbit.fit_`. Several processes train with DistributedDataParallel.
+            training step fits in this memory, with this batch as the sample, the loss of `training_step`, and the trainer's
+            only optimizer. The other arguments are those of `fewbit.fit_`, without `bits`. Several processes train with
+            DistributedDataParallel.
         **arguments: the other arguments of `fewbit.compress_`. By default only the first process prints the report.
 
     Attributes:
@@ -63,8 +65,9 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
         fit: the result of `fewbit.fit_`; None without `memory`, or before the first batch.
     """
 
-    def __init__(self, bits=4, memory=None, **arguments):
-        self.config = as_config(bits)
+    def __init__(self, bits=None, memory=None, **arguments):
+        check_memory(memory, bits)
+        self.config = as_config(DEFAULT_BITS if bits is None else bits)
         self.memory, self.fit = memory, None
         self.arguments = arguments
         self.controller: Controller | None = None

@@ -18,12 +18,13 @@ from fewbit.analysis.step_meter import StepMeter
 from fewbit.checkpointing import CHECKPOINTING, checkpoint
 from fewbit.compress.compress import compress_
 from fewbit.compress.controller import Controller
-from fewbit.config import as_config, plain_arguments
+from fewbit.config import DEFAULT_BITS, as_config, plain_arguments
 from fewbit.convert.swap import is_converted
 from fewbit.errors import InputError
 from fewbit.integrations.first_batch import first_batch
 from fewbit.planning.all_ranks import DDP, SHARDED
 from fewbit.planning.fit import fit_
+from fewbit.planning.fits import check_memory
 from fewbit.runtime.parallel.process_groups import is_sharded
 from fewbit.runtime.saved.bit_policy import SAMPLES
 from fewbit.runtime.saved.context import contexts_of
@@ -49,9 +50,10 @@ class FewbitCallback(TrainerCallback, ExportableState):
     Args:
         bits: as in `fewbit.compress_`.
         memory: a size such as "24 GiB". When the training begins, `fewbit.fit_` then chooses what each block saves, so
-            that a training step fits in this memory, with the first batch as the sample, and the Trainer's loss and optimizer.
-            `bits` has no effect, and the other arguments are those of `fewbit.fit_`. Several processes train with
-            DistributedDataParallel, and neither `torch_compile` nor gradient checkpointing is on.
+            that a training step fits in this memory, with the first batch as the sample, the Trainer's optimizer, and the
+            model's own loss. If the Trainer computes another loss, add the callback to it afterwards, with
+            ``loss=trainer.compute_loss``. The other arguments are those of `fewbit.fit_`, without `bits`. Several processes
+            train with DistributedDataParallel, and neither `torch_compile` nor gradient checkpointing is on.
         **arguments: the other arguments of `fewbit.compress_`. By default only the first process prints the report.
 
     Attributes:
@@ -59,11 +61,12 @@ class FewbitCallback(TrainerCallback, ExportableState):
         controller: the `Controller` of the model; None before the Trainer's constructor has run.
 
     Raises:
-        InputError: `bits` cannot be used. Other arguments are checked when the model is compressed.
+        InputError: `bits` or `memory` cannot be used. Other arguments are checked when the model is compressed.
     """
 
-    def __init__(self, bits=4, memory=None, **arguments):
-        self.arguments = {"bits": as_config(bits), **arguments}
+    def __init__(self, bits=None, memory=None, **arguments):
+        check_memory(memory, bits)
+        self.arguments = {"bits": as_config(DEFAULT_BITS if bits is None else bits), **arguments}
         self.memory, self.fit = memory, None
         self.controller: Controller | None = None
         # The Trainer sets these three if it makes the callback from the state in a checkpoint.
@@ -123,15 +126,29 @@ class FewbitCallback(TrainerCallback, ExportableState):
         kind = AcceleratorState().distributed_type.value
         if args.world_size > 1 and not kind.startswith("MULTI_"):
             raise InputError(SHARDED.format(kind))
-        refused = {
-            "one device per process": args.n_gpu > 1,
-            "gradient_checkpointing=False": args.gradient_checkpointing,
-            "torch_compile=False": args.torch_compile,
-        }
-        for expected in (name for name, is_refused in refused.items() if is_refused):
-            raise InputError(f"memory: expected a training with {expected}, got another one")
+        if self._missing:
+            raise InputError(
+                f"memory: the checkpoint has no {', '.join(self._missing)}; resume with "
+                "restore_callback_states_from_checkpoint=False"
+            )
+        refused = [
+            ("one device per process", "several", args.n_gpu > 1),
+            ("gradient_checkpointing=False", "True", args.gradient_checkpointing),
+            ("torch_compile=False", "True", args.torch_compile),
+            (
+                "label_smoothing_factor=0, or trainer.add_callback(FewbitCallback(memory=..., loss=trainer.compute_loss))",
+                args.label_smoothing_factor,
+                args.label_smoothing_factor and "loss" not in self.arguments,
+            ),
+        ]
+        for expected, got, is_refused in refused:
+            if is_refused:
+                raise InputError(f"memory: expected a training with {expected}, got {got}")
         devices = [] if args.device.type == "cpu" else [args.device]
         arguments = {name: value for name, value in self.arguments.items() if name != "bits"}
+        loss = arguments.pop("loss", None)
+        if loss is not None:  # `Trainer.compute_loss` may take the labels out of the batch
+            arguments["loss"] = lambda model, batch: loss(model, dict(batch))
         self.fit = fit_(
             model,
             dict(first_batch(batches, devices)),
@@ -182,9 +199,12 @@ class FewbitCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict:
         """Return the arguments and the controller's state for a checkpoint, without the numbers of samples, which JSON cannot hold."""
-        plain = {} if self.memory is None else {"memory": self.memory}
+        plain, arguments = {}, dict(self.arguments)
+        if self.memory is not None:
+            plain["memory"] = self.memory
+            del arguments["bits"]
         missing = []
-        for name, value in self.arguments.items():
+        for name, value in arguments.items():
             try:
                 plain |= plain_arguments({name: value})
             except InputError:

@@ -161,28 +161,28 @@ class FakeTraining:
         return type(self._optimizer).__name__
 
 
-def loss_of_output(model: nn.Module, batch) -> torch.Tensor:
-    """Call the model with a batch, a tuple as positional and a mapping as keyword arguments, and return its loss.
+def own_loss(model: nn.Module, batch) -> torch.Tensor:
+    """Call the model with a batch, a tuple as positional and a mapping as keyword arguments, and return its own loss.
 
-    It is a scalar output, else the attribute `loss`, else the sum of the means of the output's floating tensors.
+    Raises:
+        InputError: the output is neither a scalar nor has a `loss`.
     """
-    try:
-        if isinstance(batch, torch.Tensor):
-            output = model(batch)
-        elif isinstance(batch, tuple | list):
-            output = model(*batch)
-        else:
-            output = model(**batch)
-    except TypeError as error:
+    output = _output(model, batch)
+    found = _loss_in(output)
+    if found is None:
         raise InputError(
-            "batch: expected the arguments of the model's forward (a tuple is passed as positional arguments, a mapping as "
-            "keyword arguments), or a function loss(model, batch) in the argument loss; got the error "
-            f"{one_line(error)}"
-        ) from error
-    if isinstance(output, torch.Tensor) and output.numel() == 1:
-        return output
-    if isinstance(getattr(output, "loss", None), torch.Tensor):
-        return output.loss
+            "loss: expected a function loss(model, batch), because the model returns neither a scalar nor an output with a "
+            f"loss, got None and an output {type(output).__name__}"
+        )
+    return found
+
+
+def loss_of_output(model: nn.Module, batch) -> torch.Tensor:
+    """Return what `own_loss` returns; the sum of the means of the output's floating tensors if there is no loss."""
+    output = _output(model, batch)
+    found = _loss_in(output)
+    if found is not None:
+        return found
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     means = [leaf.mean() for leaf in leaves if leaf.is_floating_point() and leaf.requires_grad]
     if not means:
@@ -191,6 +191,28 @@ def loss_of_output(model: nn.Module, batch) -> torch.Tensor:
             f"batch), got {type(output).__name__}"
         )
     return sum(means)
+
+
+def _loss_in(output) -> torch.Tensor | None:
+    if isinstance(output, torch.Tensor) and output.numel() == 1:
+        return output
+    found = getattr(output, "loss", None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _output(model: nn.Module, batch):
+    try:
+        if isinstance(batch, torch.Tensor):
+            return model(batch)
+        if isinstance(batch, tuple | list):
+            return model(*batch)
+        return model(**batch)
+    except TypeError as error:
+        raise InputError(
+            "batch: expected the arguments of the model's forward (a tuple is passed as positional arguments, a mapping as "
+            "keyword arguments), or a function loss(model, batch) in the argument loss; got the error "
+            f"{one_line(error)}"
+        ) from error
 
 
 # -- Fake copies -----------------------------------------------------------------------------------------------

@@ -136,9 +136,12 @@ class FastestFit(Document):
             if math.isnan(self.error)
             else f", with an error of {100 * self.error:.2g}% of the gradient"
         )
+        step = f"{self.model}, batch {self.batch}: a step with {self.optimizer} takes {amount(self.peak)} of {amount(self.memory)}"
+        if not self.code:
+            return f"{step}, so exact training fits, and nothing was changed"
         return (
-            f"{self.model}, batch {self.batch}: a step takes {amount(self.peak)} of {amount(self.memory)} and "
-            f"{self._time(self.seconds):.2f} of the exact time{error}; exact training takes {amount(self.exact_peak)}"
+            f"{step} and {self._time(self.seconds):.2f} of the exact time{error}; exact training takes "
+            f"{amount(self.exact_peak)}"
         )
 
     def _time(self, seconds: float) -> float:

@@ -24,6 +24,7 @@ from fewbit.planning.block_steps import OptimizerBytes
 from fewbit.planning.blocks import find_blocks
 from fewbit.planning.choose import Part, choose, peak_of, totals
 from fewbit.planning.examination import Examination, examine, is_gpu
+from fewbit.planning.fake_steps import own_loss
 from fewbit.planning.fastest_fit import FastestFit, FrontPoint, rows_of
 from fewbit.planning.fits import capacity_of
 from fewbit.planning.sharding import mixed_precision
@@ -75,7 +76,8 @@ def fit_(
         memory: A size such as "24 GiB", a number of bytes, or a device whose whole memory counts. It has to hold the weights,
             gradients, the optimizer's state, the batch and all tensors of a step. What the allocator adds is not counted.
         optimizer: As in `fewbit.fits`.
-        loss: Called as ``loss(model, batch)``; returns a scalar tensor. Autocast belongs in here. None: as in `fewbit.fits`.
+        loss: Called as ``loss(model, batch)``; returns a scalar tensor. Autocast belongs in here. None: the model's output is
+            the loss, or has it as its attribute `loss`.
         error: The largest error of the gradient, |g^ - g|^2 / |g|^2, with the sample's exact gradient g and the gradient g^
             after the call.
         blocks: Glob patterns of the paths of the blocks. None: the modules of lists in which modules repeat.
@@ -98,15 +100,16 @@ def fit_(
     if capacity is None:
         raise InputError("memory: expected a size such as '24 GiB', got None")
     check_model(model)
-    if loss is not None:
-        check_loss(loss)
+    if loss is None:
+        loss = own_loss
+    check_loss(loss)
     check_optimizer(optimizer)
     is_number = isinstance(error, int | float) and not isinstance(error, bool)
     if not is_number or not error >= 0:
         raise InputError(f"error: expected a number of at least 0, got {shorten(error)}")
     if not isinstance(accumulates, bool):
         raise InputError(f"accumulates: expected True or False, got {shorten(accumulates)}")
-    if not size_of(sample):
+    if not size_of(sample, "sample"):
         raise InputError("sample: expected at least one sample, got none")
     processes = Processes.of(parallel)
     capacity = min(processes.all(capacity))

@@ -198,6 +198,13 @@ def _convert(candidate: Candidate, model: nn.Module) -> None:
 # -- The device ------------------------------------------------------------------------------------------------
 
 
+def check_memory(memory, bits) -> None:
+    """Raise InputError if a training callback gets an invalid memory, or bits beside a memory."""
+    if memory is not None and bits is not None:
+        raise InputError(f"bits: expected none with memory={memory!r}, got {shorten(bits)}")
+    capacity_of(memory, "memory")
+
+
 def capacity_of(device, name: str = "device") -> int | None:
     """Return the bytes of a size, a number of bytes or a device, or None for None. Messages call the argument `name`."""
     if device is None:

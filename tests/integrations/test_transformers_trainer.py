@@ -399,6 +399,33 @@ def test_a_memory_needs_a_training_that_it_can_measure(tmp_path):
     assert FewbitCallback(memory="1 GiB", **QUIET).state()["args"]["memory"] == "1 GiB"
 
 
+def test_a_loss_of_the_trainer_is_given(tmp_path):
+    """With label smoothing the Trainer computes a loss that the callback does not know, unless it is given."""
+    run = trainer(tmp_path, None, label_smoothing_factor=0.1)
+    callback = FewbitCallback(memory=2**30, progress=False, **QUIET)
+    run.add_callback(callback)
+    with pytest.raises(InputError, match="with label_smoothing_factor=0, or .*, got 0.1"):
+        run.train()
+    run.remove_callback(callback)
+    given = FewbitCallback(memory=2**30, loss=run.compute_loss, progress=False, **QUIET)
+    run.add_callback(given)
+    run.train()
+    assert given.fit.peak <= 2**30
+    assert given.state()["attributes"]["_missing"] == ["loss"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"memory": "1 GiB", "bits": 4}, "bits: expected none with memory='1 GiB', got 4"),
+        ({"memory": "12 foo"}, "memory: expected a size"),
+    ],
+)
+def test_arguments_are_checked_at_once(arguments, message):
+    with pytest.raises(InputError, match=message):
+        FewbitCallback(**arguments)
+
+
 def test_a_memory_needs_replicas_in_several_processes(tmp_path, monkeypatch):
     """With FSDP or DeepSpeed the model is sharded before the callback sees a batch."""
     callback = FewbitCallback(memory="1 GiB")

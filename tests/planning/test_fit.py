@@ -61,6 +61,10 @@ def fit(model, batch, memory, **options):
     )
 
 
+def mean_loss(model, batch):
+    return model(batch).mean()
+
+
 def gradient(model, batch, seed):
     model.zero_grad()
     torch.manual_seed(seed)
@@ -173,7 +177,7 @@ def test_options_that_raise_errors_are_left_out():
         for _ in range(4)
     ]
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), *parts).train(), torch.randn(1024, WIDTH)
-    found = fewbit.fit_(model, x, 3 * MIB, verbose=False, progress=False)
+    found = fit(model, x, 3 * MIB, loss=mean_loss)
     assert found.peak <= 3 * MIB < found.exact_peak
     assert all(option.input_bits is None for option in found.settings.blocks.values())
     assert any(note.startswith("recompute, input 8 bits: not considered") for note in found.notes)
@@ -203,7 +207,7 @@ class Shared(nn.Module):
 def test_shared_blocks_belong_to_the_rest():
     torch.manual_seed(0)
     model, x = Shared().train(), torch.randn(1024, WIDTH)
-    found = fewbit.fit_(model, x, 6 * MIB, verbose=False, progress=False)
+    found = fit(model, x, 6 * MIB, loss=mean_loss)
     assert list(found.settings.blocks) == ["blocks.1"]
     assert any(note.startswith("blocks.0: called several times") for note in found.notes)
 
@@ -241,6 +245,8 @@ REFUSED = [  # (arguments, message)
     ({"accumulates": 2}, "accumulates: expected True or False, got 2"),
     ({"blocks": "layers.*"}, "blocks: expected a glob that matches a module"),
     ({"loss": 3}, "loss: expected a function"),
+    ({"loss": None}, r"loss: expected a function loss\(model, batch\), because the model returns neither a scalar nor"),
+    ({"batch": "text"}, "sample: expected a tensor with samples in dimension 0, or a tuple or mapping with one, got str"),
     ({"optimizer": 3}, "optimizer: expected a class, a function or an optimizer"),
     ({"optimizer": lambda p: 3}, "optimizer: expected it to make a torch optimizer"),
     ({"verbose": 3}, "verbose"),
@@ -427,7 +433,7 @@ def test_a_model_without_blocks():
     x = torch.randn(2048, WIDTH)
 
     def fitted(memory):
-        return fewbit.fit_(model, x, memory, verbose=False, progress=False)
+        return fit(model, x, memory, loss=mean_loss)
 
     found = fitted(2**30)
     assert found.settings.blocks == {} and found.code == ""

@@ -111,11 +111,13 @@ class ChunkedLogits(Tensor):
 
     def _takes(self, hook: Callable) -> bool:
         """Return whether a hook can be that of a loss, because it does not read the gradient."""
-        return self.root._full is None and hook.__module__.startswith("torch.distributed.fsdp.")
+        module = getattr(hook, "__module__", None) or ""
+        return self.root._full is None and module.startswith("torch.distributed.fsdp.")
 
     def _hooked(self, result: Tensor) -> Tensor:
-        for hook in self.root.hooks.values():
-            result.register_hook(hook)
+        if result.requires_grad:
+            for hook in self.root.hooks.values():
+                result.register_hook(hook)
         return result
 
     @classmethod

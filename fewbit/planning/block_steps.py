@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fewbit.analysis.gradients import difference, explained, squared, tensors_of
 from fewbit.analysis.unchanged import unchanged
 from fewbit.errors import InputError
-from fewbit.planning.all_ranks import ALONE, Processes
+from fewbit.planning.all_ranks import ALONE, FSDP, Processes
 from fewbit.planning.block_settings import Settings
 from fewbit.planning.fake_steps import FakeTraining, loss_of_output
 from fewbit.planning.real_steps import RealSteps
@@ -56,9 +56,9 @@ class _OfProcess:
 
     def __init__(self, model, blocks, memory: OptimizerBytes, accumulates, processes: Processes):
         self._buckets, self._accumulates = processes.buckets(memory.gradients), accumulates
-        self._sharded = (
-            ShardedWeights(model, blocks, memory, processes) if processes.shards > 1 else None
-        )
+        self._sharded = None
+        if processes.kind == FSDP:
+            self._sharded = ShardedWeights(model, blocks, memory, processes)
 
     def __call__(self, whole: Timeline) -> Timeline:
         if self._sharded is not None:
@@ -83,7 +83,7 @@ class RealBlockSteps(RealSteps):
         self._latest: list[torch.Tensor] = []
         self._exact: list[torch.Tensor] = []
         # Processes with shards accumulate these, and for a moment have a whole gradient of one batch.
-        self._step = memory.state, accumulates and processes.shards == 1
+        self._step = memory.state, accumulates and processes.kind != FSDP
         self._of_process = _OfProcess(model, self.blocks, memory, accumulates, processes)
 
     def timeline_of(self, settings: Settings, always: bool = False) -> Timeline:
@@ -139,7 +139,7 @@ class FakeBlockSteps:
     def __init__(self, model, paths, sample, loss, memory, accumulates, processes, on_gpu):
         self._model, self._paths, self._sample, self._loss = model, list(paths), sample, loss
         self._state, self._on_gpu = memory.state, on_gpu
-        self._accumulates = accumulates and processes.shards == 1
+        self._accumulates = accumulates and processes.kind != FSDP
         blocks = [model.get_submodule(path) for path in paths]
         self._of_process = _OfProcess(model, blocks, memory, accumulates, processes)
 

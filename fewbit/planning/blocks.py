@@ -12,7 +12,8 @@ from fewbit.errors import InputError
 from fewbit.printable import shorten
 from fewbit.runtime.interop.module_calls import class_of
 
-_CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
+_LISTS = nn.ModuleList, nn.ModuleDict
+_CONTAINERS = nn.Sequential, *_LISTS
 
 
 def find_blocks(model: nn.Module, which: str | Iterable[str] | None = None) -> dict[str, nn.Module]:
@@ -47,7 +48,7 @@ def _search(module: nn.Module, path: str, found: dict) -> None:
             _search(child, inner, deeper)
         if deeper:
             found |= deeper
-        elif not isinstance(child, nn.ModuleList | nn.ModuleDict):
+        elif not isinstance(child, _LISTS):
             found[inner] = child
 
 
@@ -86,7 +87,7 @@ def _numbered(path: str, module: nn.Module) -> dict[str, nn.Module]:
     kinds = {
         name: (name.rstrip("0123456789"), class_of(child))
         for name, child in module.named_children()
-        if name[-1].isdigit() and _has_parts(child)
+        if name[-1].isdigit() and _has_parts(child) and not isinstance(child, _LISTS)
     }
     counts = Counter(kinds.values())
     return {

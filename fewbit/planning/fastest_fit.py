@@ -69,7 +69,7 @@ class FastestFit(Document):
         peak: The measured most bytes in a step with the settings.
         seconds: The predicted time of a forward and a backward pass.
         bound: A lower bound of this time for all choices that fit, by the examination.
-        error: The measured |g^ - g|^2 / |g|^2; NaN if not known.
+        error: |g^ - g|^2 / |g|^2, measured if a layer has few bits, else predicted; NaN if not known.
         limit: The bound of the error.
         exact_peak: The peak of the exact model.
         exact_seconds: The time of a forward and a backward pass of the exact model.
@@ -195,7 +195,7 @@ class FastestFit(Document):
         if not math.isnan(self.error):
             lines.append(
                 "error: predicted squared distance from the exact gradient, as a part of its squared norm; all together at most "
-                f"{self.limit:g} when measured"
+                f"{self.limit:g}"
             )
         for name, point in (("faster", self.better), ("smaller", self.smaller)):
             if point is not None:

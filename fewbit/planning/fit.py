@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -152,17 +152,22 @@ def _chosen(
     settings = {"accumulates": accumulates, "which": blocks, "progress": progress}
     look = partial(examine, model, sample, loss, bytes_, processes=processes, **settings)
 
+    def on_fake_tensors() -> Examination:
+        uncheckpoint_(model)
+        unchunk_loss_(model)
+        restore_(model)
+        return look(is_real=False)
+
     def examined() -> Examination:
         try:
             return look()
         except (torch.OutOfMemoryError, MemoryError):
-            uncheckpoint_(model)
-            unchunk_loss_(model)
-            restore_(model)
-            return look(is_real=False)
+            return on_fake_tensors()
 
     with mixed_precision([*find_blocks(model, blocks).values(), model], processes.precision):
         found = processes.together(examined)
+        if not all(processes.all(found.is_measured)):
+            found = processes.together(on_fake_tensors)
         found.agree()
         search = Search(found, error)
         chosen = search.fastest(capacity)
@@ -178,7 +183,7 @@ class Chosen:
         rest: the option of the rest of the model.
         options: the numbers of the parts' options.
         seconds: the seconds that are added to an exact step, and `bound`, a lower bound for all choices that fit.
-        error, peak: those of a step; measured after `Search.fastest`, else predicted.
+        error, peak: those of a step, as predicted. `Search.fastest` measures the peak, and the error if a layer has few bits.
     """
 
     def __init__(self, examination: Examination, rest, choice, parts):
@@ -265,16 +270,20 @@ class Search:
                 limits[chosen.rest] = min(limits[chosen.rest], predicted) - over
             if chosen.error > self.error:
                 limit = 0.9 * min(limit, expected) * self.error / chosen.error
-        smallest = self.smallest()
-        fits = smallest is not None and smallest.peak <= memory and smallest.error <= self.error
-        return smallest if fits else None
+        kept = [one for one in self._smallest if one.peak <= memory and one.error <= self.error]
+        return min(kept, key=lambda one: one.seconds, default=None)
 
     def smallest(self) -> Chosen | None:
         """Return the choice with about the smallest peak, which is measured, or None."""
+        return min(self._smallest, key=lambda one: one.peak, default=None)
+
+    @cached_property
+    def _smallest(self) -> list[Chosen]:
+        """For each option of the rest, the measured choice with about the smallest peak."""
         found = [one for rest in self.parts if (one := self.least(rest=rest)) is not None]
         for one in found:
             one.take(*self.examination.measured(one.settings))
-        return min(found, key=lambda one: one.peak, default=None)
+        return found
 
     def least(self, rest: Rest | None = None) -> Chosen | None:
         """Return the choice with about the smallest predicted peak, with this rest if given, or None."""
@@ -368,6 +377,11 @@ def _shortage(search: Search, sample, capacity: int) -> str:
     found, least, size = search.examination, search.smallest(), size_of(sample)
     if least is None:
         return f"error: expected a bound that some settings keep, got {search.error:g}"
+    if least.peak <= capacity and least.error > search.error:
+        return (
+            f"error: expected at least about {digits(least.error * 1.05)} with memory={amount(capacity)} for this model and "
+            f"sample, got {search.error:g}"
+        )
     helps = []
     fitting = search.solve(capacity, FEW_LABELS, math.inf)
     if fitting is not None and fitting.error > search.error:

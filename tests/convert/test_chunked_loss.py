@@ -82,6 +82,16 @@ def test_losses_and_gradients_are_those_of_torch(name):
     torch.testing.assert_close(logits + 0, model(x))
 
 
+def test_a_hook_that_reads_the_gradient():
+    """The logits are computed for a hook, also for a function in C."""
+    model, x = language()
+    fewbit.chunk_loss_(model, "head")
+    logits, gradients = model(x), []
+    logits.register_hook(gradients.append)
+    F.cross_entropy(logits.flatten(0, 1), x.flatten()).backward()
+    assert [gradient.shape for gradient in gradients] == [logits.shape]
+
+
 def test_a_metric_before_the_loss():
     """Logits that are read without gradients do not replace those of the loss, which stays chunked."""
     (model, x), flat = language(), LOSSES["flat"][0]

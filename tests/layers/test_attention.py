@@ -127,6 +127,14 @@ def test_gradients_from_blocks(name, dtype, monkeypatch):
     assert torch.equal(of_key, ours[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_scale_of_zero(dtype):
+    """All probabilities are equal then, so queries and keys have gradients of 0."""
+    query, key, value = (normal((2, 140, 16), seed=i).to(dtype).requires_grad_() for i in range(3))
+    scaled_dot_product_attention(query, key, value, scale=0.0).sum().backward()
+    assert not query.grad.any() and not key.grad.any() and value.grad.any()
+
+
 @pytest.mark.parametrize("length,scale", [(128, None), (1024, None), (256, 2.0)])
 def test_blocks_of_bfloat16_are_as_precise_as_torch(length, scale):
     """Scores and sums over blocks of queries are float32, so errors grow neither with the scores nor with the length."""

@@ -54,7 +54,8 @@ def gradients(query, key, value, grad, is_causal: bool, scale: float | None):
     inputs = query, key, value
     heads = math.prod(query.shape[:-2])
     q, k, v, g = [x.to(grad.dtype).reshape(heads, *x.shape[-2:]) for x in (*inputs, grad)]
-    of_q, of_k, of_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    # Zeros, because products of bfloat16 leave their result as it is if the scale is 0.
+    of_q, of_k, of_v = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
     length = q.shape[1]
     size = min(length, _BLOCK_QUERIES) * k.shape[1]
     step = max(1, _BLOCK * torch.get_num_threads() // size)

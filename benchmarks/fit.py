@@ -45,7 +45,7 @@ SHARES = (0.75, 0.5, 0.25, 0.08)
 ERROR, ROUNDS = 0.1, 5
 SGD = partial(torch.optim.SGD, lr=0.0)
 BUDGETS = (0.5, 0.2)
-"""Of torch.compile: the shares of what it would save."""
+"""The shares of its saved bytes that torch.compile may keep."""
 aten = torch.ops.aten
 PRODUCTS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
@@ -205,13 +205,18 @@ def measured_peak(model, batch, loss, make=SGD) -> int:
     return before + harness.most_bytes(step)
 
 
-def compared(name: str) -> dict:
-    """Return the measurements of a model."""
+def made(name: str):
+    """Return a model in training mode, a batch and a loss or None, with the settings of all measurements."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model, batch, loss = MODELS[name]()
-    model.train()
+    return model.train(), batch, loss
+
+
+def compared(name: str) -> dict:
+    """Return the measurements of a model."""
+    model, batch, loss = made(name)
     start = time.perf_counter()
     optimizer = OptimizerBytes(model, torch.optim.SGD, False)
     found = examine(model, batch, loss, optimizer, progress=False)
@@ -270,11 +275,7 @@ def compared(name: str) -> dict:
 
 def budgets(name: str) -> dict:
     """Return {name of an arm: its measurements} of torch's memory budgets, in turns with exact training."""
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    model, batch, loss = MODELS[name]()
-    model.train()
+    model, batch, loss = made(name)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             # The backward graph would save running statistics, which the forward graph has changed.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from typing import NamedTuple
 
 from torch import nn
@@ -109,14 +108,8 @@ def _matches(found: list[_Place], which: Filter, name: str) -> list[bool]:
 
 def is_within(path: str, glob: str) -> bool:
     """Return whether the glob matches the path of a module or of one around it."""
-    return any(fnmatchcase(outer, glob) for outer in _around(path))
-
-
-@lru_cache(4096)
-def _around(path: str) -> tuple[str, ...]:
-    """Return the path of a module and of those around it."""
     parts = path.split(".")
-    return tuple(".".join(parts[:n]) for n in range(len(parts) + 1))
+    return any(fnmatchcase(".".join(parts[:n]), glob) for n in range(len(parts) + 1))
 
 
 def _overridden(found, settings, overrides) -> Iterator[ResolvedSettings | None]:

@@ -17,6 +17,7 @@ from fewbit.functional.layer_norm import (
     per_channel,
     quantizer_for,
     save_and_share,
+    shape_of_channels,
     weighted,
 )
 from fewbit.runtime.format import sums
@@ -170,12 +171,15 @@ class _BatchNormFunction(SavingFunction):
             )
         ctx.view, ctx.eps, ctx.dtype = view, eps, x.dtype
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[4]:
-            ctx.inner = _channel_stride(x) if view == x.shape else math.prod(x.shape[2:])
-            statistics = Statistics(mean, rstd, ctx.inner, _shape_of_channels(view, x.shape))
             if view == x.shape:
+                ctx.inner = _channel_stride(x)
+                statistics = Statistics(mean, rstd, ctx.inner, shape_of_channels(x.dim()))
                 settings = weight, bias, number_of_copies, quantizer
                 saved = save_and_share(x, y, statistics, *settings, channels=1)
-            else:
+            else:  # an instance norm has a mean for each channel of each sample
+                ctx.inner = math.prod(x.shape[2:])
+                shape = *x.shape[:2], *[1] * (x.dim() - 2)
+                statistics = Statistics(mean, rstd, ctx.inner, shape)
                 saved = save_copies(x, statistics, number_of_copies, quantizer)
             others = {"rstd": rstd, "weight": weight, "reserve": reserve}
             y = copies.keep(ctx, y, **others, x=saved[0], x2=saved[1])
@@ -270,12 +274,6 @@ def _as(x, view):
     return x if x.shape == view else x.view(view)
 
 
-def _shape_of_channels(view, shape) -> tuple[int, ...]:
-    """Return the shape in which a statistic, which has one entry for each channel of `view`, broadcasts to `shape`."""
-    placed = (1, -1) if view == shape else shape[:2]
-    return (*placed, *[1] * (len(shape) - 2))
-
-
 def _channel_stride(x) -> int | None:
     """Return how many consecutive elements, in storage order, have the same channel; None for other memory formats."""
     if x.is_contiguous():
@@ -355,8 +353,8 @@ class _SyncBatchNorm(SavingFunction):
         ctx.process_group = process_group
         saved = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            shape = 1, -1, *[1] * (x.dim() - 2)
-            saved = quantizer.quantize_normalized(x, Statistics(mean, rstd, None, shape))
+            statistics = Statistics(mean, rstd, None, shape_of_channels(x.dim()))
+            saved = quantizer.quantize_normalized(x, statistics)
         ctx.size, ctx.dtype = tuple(x.shape), x.dtype
         return copies.keep(ctx, y, weight=weight, rstd=rstd, count=count, x=saved)
 

@@ -197,7 +197,12 @@ def weighted(grad, weight):
 
 def per_channel(vector, dims: int):
     """Reshape a vector (C,) so that it broadcasts to (N, C, ...) with `dims` dimensions; None remains None."""
-    return None if vector is None else vector.view(1, -1, *[1] * (dims - 2))
+    return None if vector is None else vector.view(shape_of_channels(dims))
+
+
+def shape_of_channels(dims: int) -> tuple[int, ...]:
+    """Return the shape in which a vector (C,) broadcasts to (N, C, ...) with `dims` dimensions."""
+    return 1, -1, *[1] * (dims - 2)
 
 
 def save_and_share(x, y, statistics, weight, bias, copies, quantizer, channels=None, features=None):
@@ -215,8 +220,7 @@ def save_and_share(x, y, statistics, weight, bias, copies, quantizer, channels=N
     first, second = save_copies(x, statistics, copies, quantizer, features)
     # Statistics in 16 bits change x~ by more than the rounding of y does, so the copy cannot replace y.
     if rstd.dtype.itemsize > 2:
-        shape = None if channels is None else (1, -1, *[1] * (x.dim() - 2))
-        share_result(quantizer, y, first, weight, bias, shape)
+        share_result(quantizer, y, first, weight, bias, statistics.shape)
     return first, second
 
 

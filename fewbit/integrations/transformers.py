@@ -107,10 +107,7 @@ class FewbitCallback(TrainerCallback, ExportableState):
                 self.controller = controller
                 return
         if self._missing:
-            raise InputError(
-                f"expected a compressed model, got one of model_init: the checkpoint has no {', '.join(self._missing)}; "
-                "resume with restore_callback_states_from_checkpoint=False"
-            )
+            raise InputError(f"expected a compressed model, got one of model_init: {self._lost()}")
         wrapped = [type(module).__name__ for module in modules if is_sharded(module)]
         if wrapped:
             raise InputError(
@@ -127,10 +124,7 @@ class FewbitCallback(TrainerCallback, ExportableState):
         if args.world_size > 1 and not kind.startswith("MULTI_"):
             raise InputError(SHARDED.format(kind))
         if self._missing:
-            raise InputError(
-                f"memory: the checkpoint has no {', '.join(self._missing)}; resume with "
-                "restore_callback_states_from_checkpoint=False"
-            )
+            raise InputError(f"memory: {self._lost()}")
         refused = [
             ("one device per process", "several", args.n_gpu > 1),
             ("gradient_checkpointing=False", "True", args.gradient_checkpointing),
@@ -159,6 +153,12 @@ class FewbitCallback(TrainerCallback, ExportableState):
             **{"verbose": state.is_world_process_zero} | arguments,
         )
         self.controller = self.fit.controller
+
+    def _lost(self) -> str:
+        return (
+            f"the checkpoint has no {', '.join(self._missing)}; resume with "
+            "restore_callback_states_from_checkpoint=False"
+        )
 
     # -- Logs ---------------------------------------------------------------------------------------------
 

@@ -113,9 +113,7 @@ def fit_(
         raise InputError("sample: expected at least one sample, got none")
     processes = Processes.of(parallel)
     capacity = min(processes.all(capacity))
-    uncheckpoint_(model)
-    unchunk_loss_(model)
-    restore_(model)
+    _undo(model)
     regions = [path for path, one in model.named_modules() if getattr(one, CHECKPOINTING[0], False)]
     if regions:
         raise InputError(
@@ -141,6 +139,13 @@ def fit_(
     return result
 
 
+def _undo(model) -> None:
+    """Make a model exact."""
+    uncheckpoint_(model)
+    unchunk_loss_(model)
+    restore_(model)
+
+
 def _chosen(
     model, sample, capacity: int, optimizer, loss, error, blocks, accumulates, processes, progress
 ) -> FastestFit:
@@ -153,9 +158,7 @@ def _chosen(
     look = partial(examine, model, sample, loss, bytes_, processes=processes, **settings)
 
     def on_fake_tensors() -> Examination:
-        uncheckpoint_(model)
-        unchunk_loss_(model)
-        restore_(model)
+        _undo(model)
         return look(is_real=False)
 
     def examined() -> Examination:

@@ -1,4 +1,4 @@
-"""What `fully_shard` does to a model: the bytes of a process, and mixed precision."""
+"""`fully_shard` divides a model: this file has the bytes of a process, and mixed precision."""
 
 from __future__ import annotations
 

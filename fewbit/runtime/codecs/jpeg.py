@@ -24,7 +24,7 @@ EDGE = 8
 FACTORS = tuple(2.0 ** (quarters / 4) for quarters in (8, 6, 4, 3, 2, 1))
 """Factors of the step that keeps the bound for any data; the largest that fits the data is used."""
 ROUNDINGS = 32
-"""How often the transform and its inverse round a value in float32."""
+"""The number of times that the transform and its inverse round a value in float32."""
 MOST_STEPS = 2**15 - 1
 """The largest magnitude of a coefficient, in steps, with which a tensor becomes smaller."""
 

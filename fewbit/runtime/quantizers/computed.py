@@ -54,7 +54,7 @@ def copies_in(context, shared: SharedCopies | None, x: Tensor) -> CopiesOfInput 
     entries = shared.entries(place_of(x))
     if entries:
         found = [(key, copy) for key, copy in entries.items() if key != FIXED_POINT]
-        return CopiesOfInput(shared, found)
+        return CopiesOfInput(shared, found) if found else None
     if shared.has_linear and not in_checkpoint():
         again = linear_results.traced(x, shared.get_linear)
         if again is not None:

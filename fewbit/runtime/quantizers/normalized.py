@@ -79,14 +79,14 @@ def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None)
     elif channels is not None and bias is not None:
         # torch's batch norm does not save the bias, so users may change the bias before backward.
         before = place_of(bias)
-    make = partial(_result_copy, saved, *vectors, y.dtype, channels, before)
+    make = partial(_result_copy, saved, *vectors, y.dtype, channels, before, copies.exposed)
     copies.put(y, place_of(y), quantizer.key, make)
 
 
-def _result_copy(saved: SavedTensors, weight, bias, dtype, channels, before) -> SavedTensors | None:
-    """Return the copy of y; None if the bias is no longer at `before`."""
+def _result_copy(saved: SavedTensors, weight, bias, dtype, channels, before, exposed):
+    """Return the copy of y; None if the bias is no longer at `before`, or may have changed unnoticed."""
     if before is not None:
-        if place_of(bias) != before:
+        if place_of(bias) != before or before[0] in exposed:
             return None
         bias = bias.detach().clone()
     spec = AffineResultSpec(saved.spec, dtype, channels)

@@ -59,17 +59,18 @@ class SharedCopies:
         keys: the keys of all copies other than fixed-point ones.
         results: {place of an activation's result: `ActivationResult`}, in the order of the activations.
         masks: {memory of a ReLU's result: its mask}.
+        exposed: the addresses of storages that may change while their version does not.
     """
 
-    __slots__ = ("_exposed", "_held", "_linear", "copies", "keys", "masks", "results")
+    __slots__ = ("_held", "_linear", "copies", "exposed", "keys", "masks", "results")
 
     def __init__(self):
         self.keys, self.results = set(), {}
         self.copies = {}
         self.masks = {}
+        self.exposed = set()
         self._held = {}  # {address of a storage: weak reference, which keeps the address from being used again}
         self._linear = None  # {autograd node: what computes its result again}
-        self._exposed = ()  # addresses of storages that may change while their version does not
 
     def __del__(self):
         held = self._held
@@ -79,7 +80,7 @@ class SharedCopies:
     # -- Copies ------------------------------------------------------------------------------------------
 
     def get(self, place: tuple, key):
-        if place not in self.copies or place[0] in self._exposed:
+        if place not in self.copies or place[0] in self.exposed:
             return None
         copies = self.copies[place]
         found = copies.get(key)
@@ -88,7 +89,7 @@ class SharedCopies:
         return found
 
     def entries(self, place: tuple | None) -> dict:
-        if place not in self.copies or place[0] in self._exposed:
+        if place not in self.copies or place[0] in self.exposed:
             return {}
         return self.copies[place]
 
@@ -143,7 +144,7 @@ class SharedCopies:
                 return  # sparse tensors and vmap's tensors have no storage, so there are no copies of them
             # A later storage at the same address would get no shared copies.
             self._held.setdefault(storage._cdata, storage._weak_ref())
-            self._exposed = {*self._exposed, storage._cdata}
+            self.exposed.add(storage._cdata)
 
     # -- Fixed-point copies, and results of softmax --------------------------------------------------------
 
@@ -153,7 +154,7 @@ class SharedCopies:
             return None
         memory = memory_of(x)
         found = self.copies.get((_SOFTMAX, memory))
-        if found is None or memory[0] in self._exposed:
+        if found is None or memory[0] in self.exposed:
             return None
         settings, saved = found
         return saved.viewed(tuple(x.shape)) if key in (None, settings) else None
@@ -188,7 +189,7 @@ class SharedCopies:
         if found is None:
             return None
         saved, version, number, address = found
-        is_changed = version._version != number or address in self._exposed
+        is_changed = version._version != number or address in self.exposed
         return None if is_changed else saved
 
     # -- Masks ---------------------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ class SharedCopies:
             return None
         memory = memory_of(x)
         mask = self.masks.get(memory)
-        return None if mask is None or memory[0] in self._exposed else mask
+        return None if mask is None or memory[0] in self.exposed else mask
 
     # -- Activations whose results are saved by layers ---------------------------------------------------
 

@@ -68,6 +68,7 @@ class FineTuning(NamedTuple):
         rate: the learning rate of AdamW.
         steps: the number of training steps.
         blocks: the last part of the path of the list of the model's blocks.
+        decays: whether the learning rate falls to zero, linearly.
     """
 
     model: nn.Module
@@ -77,6 +78,7 @@ class FineTuning(NamedTuple):
     rate: float
     steps: int
     blocks: str
+    decays: bool = False
 
     def optimizer(self) -> torch.optim.Optimizer:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -162,6 +164,9 @@ def digits(seed: int) -> FineTuning:
     model = pretrained_networks.image_model()
     torch.manual_seed(seed)
     model._fc = nn.Linear(model._fc.in_features, 10)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.1  # with its 0.01, the running statistics would lag behind so few steps
     x, y = images()
     first = len(x) * 3 // 4
 
@@ -175,7 +180,7 @@ def digits(seed: int) -> FineTuning:
         return F.cross_entropy(model(batch[0]), batch[1])
 
     held_out = list(zip(x[first:].split(64), y[first:].split(64), strict=True))
-    return FineTuning(model.train(), loss, batches(), held_out, 5e-4, 50, "_blocks")
+    return FineTuning(model.train(), loss, batches(), held_out, 5e-4, 150, "_blocks", decays=True)
 
 
 TASKS = {
@@ -220,12 +225,15 @@ def run(task: str, arm: str, seed: int, steps: int | None) -> dict:
     training = TASKS[task](seed)
     ARMS[arm](training.model, training.blocks)
     optimizer, steps = training.optimizer(), steps or training.steps
+    last = 0.0 if training.decays else 1.0
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, last, training.steps)
     losses, held_out = [], {"0": training.evaluate()}
     for step, batch in zip(range(1, steps + 1), training.batches, strict=False):
         optimizer.zero_grad()
         loss = training.loss(training.model, batch)
         loss.backward()
         optimizer.step()
+        schedule.step()
         losses.append(round(loss.item(), 5))
         if step % EVERY == 0 or step == steps:
             held_out[str(step)] = training.evaluate()

@@ -275,3 +275,10 @@ def name_of(cls: type) -> str:
     if is_activation(cls):
         return f"fewbit.{cls.__name__}"
     return f"fewbit.nn.{cls.__name__}" if hasattr(few, cls.__name__) else "fewbit's"
+
+
+def may_call(module: nn.Module) -> bool:
+    """Return whether a module's forward may call others: all but childless modules of torch.nn and fewbit."""
+    if next(module.children(), None) is not None:
+        return True
+    return not (is_fewbit(module) or type(module).__module__.startswith("torch.nn."))

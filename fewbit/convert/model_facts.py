@@ -10,7 +10,7 @@ from torch import nn
 from fewbit.convert import kinds
 from fewbit.convert.function_mode import ACTIVATIONS, QUANTIZED, name_of_call
 from fewbit.convert.select import Selected
-from fewbit.convert.swap import is_converted, may_call, name_of_attention
+from fewbit.convert.swap import is_converted, name_of_attention
 from fewbit.nn.base import Quantized
 from fewbit.runtime.activations.recomputed import TWO_VALUED
 
@@ -78,7 +78,7 @@ def _activations(selected: list[Selected]) -> tuple[tuple[str, ...], dict[str, i
         if kinds.is_activation(type(held)):
             if is_converted(held):  # otherwise the user made the activation and gave its bits
                 bits = {path: held.bits}
-        elif attribute is None and settings.functional and may_call(module):
+        elif attribute is None and settings.functional and kinds.may_call(module):
             bits = {
                 name_of_call(path, function): 1
                 if function in TWO_VALUED

@@ -13,6 +13,7 @@ from torch import nn
 from fewbit.convert import kinds, transformers_attention, transformers_modules, transformers_norms
 from fewbit.convert.conversion_report import ConvertedModule, Report, SkippedModule
 from fewbit.convert.function_mode import FunctionMode
+from fewbit.convert.module_choices import ORIGINAL, Choice, Joining, choices_for, few_bit_already
 from fewbit.convert.module_settings import ResolvedSettings, mean_bits
 from fewbit.convert.recurrent import StepwiseLSTM
 from fewbit.convert.select import Selected, Selection, settings_by_module
@@ -22,7 +23,6 @@ from fewbit.errors import InputError
 from fewbit.nn.activations import TwoValued
 from fewbit.nn.base import Quantized
 from fewbit.nn.normalization import Norm
-from fewbit.nn.preactivation import PreActivation
 from fewbit.runtime.graph.compressor import GraphCompressor
 from fewbit.runtime.interop.bypass import ModeHooks
 from fewbit.runtime.interop.module_calls import (
@@ -37,7 +37,6 @@ from fewbit.runtime.interop.module_calls import (
 from fewbit.runtime.saved.calls import CallGuard
 from fewbit.runtime.saved.context import ForwardContext
 
-_ORIGINAL = "_fewbit_original"
 _FUNCTIONS = "_fewbit_functions"
 
 
@@ -75,7 +74,7 @@ def convert(
     selection: Selection | None = None,
     before: Callable[[], None] = lambda: None,
 ) -> Conversion:
-    """Convert the modules of a model, and the functions that these modules call, in place.
+    """Convert the modules of a model, and the functions that these modules call, in place: select, choose, apply.
 
     An earlier conversion is undone first, unless `settings.families` contains only activations, as for `replace_activations_`: then only the
     selected activations get new settings. `settings` are those of modules that no override changes. `before` is called once, after the
@@ -89,14 +88,9 @@ def convert(
         restore_(model)
         selected = selection.of(model, settings)
     before()
+    choices = choices_for(model, selected, whole)
     context = ForwardContext()
-    fused = {
-        id(child)
-        for module in model.modules()
-        if isinstance(module, PreActivation)
-        for child in module.children()
-    }
-    rows = [_convert(one, context, whole) for one in selected if id(one.module) not in fused]
+    rows = [_apply(choice, context) for choice in choices]
     if kinds.LAYER in settings.families:
         rows += _convert_attention(model, selected, context)
     if whole:
@@ -121,14 +115,14 @@ def restore_(model: nn.Module) -> None:
     check_model(model)
     classes = {}
     for path, module in model.named_modules():
-        original = vars(module).get(_ORIGINAL)
+        original = vars(module).get(ORIGINAL)
         if original is not None:
             classes[module] = _class_before(path or "the model", module, original)
     transformers_attention.remove(model)
     for module in list(model.modules()):
         untrack(module)
         _remove_hooks(module)
-        original = vars(module).pop(_ORIGINAL, None)
+        original = vars(module).pop(ORIGINAL, None)
         if original is None and isinstance(module, Quantized):
             quantizer = module.quantizer  # the user made the module from fewbit's class
             if quantizer.context is not None and not quantizer.context.is_private:
@@ -151,7 +145,7 @@ def check_model(model) -> None:
 
 def is_converted(module: nn.Module) -> bool:
     """Return whether `convert` changed the class of the module."""
-    return _ORIGINAL in vars(module)
+    return ORIGINAL in vars(module)
 
 
 def name_of_attention(path: str) -> str:
@@ -159,56 +153,27 @@ def name_of_attention(path: str) -> str:
     return f"{path}:attention"
 
 
-def may_call(module: nn.Module) -> bool:
-    """Return whether a module's forward may call others: all but childless modules of torch.nn and fewbit."""
-    if next(module.children(), None) is not None:
-        return True
-    return not (kinds.is_fewbit(module) or type(module).__module__.startswith("torch.nn."))
-
-
 # -- One module ----------------------------------------------------------------------------------------------
 
 
-def _convert(
-    selected: Selected, context: ForwardContext, whole: bool
-) -> ConvertedModule | SkippedModule | None:
-    """Convert a module, an activation only unless `whole`. Return its row of the report, if any."""
-    path, module, attribute, settings = selected
-    if attribute is None and kinds.is_fewbit(module):
-        return _convert_again(selected, context, whole)
-    held = kinds.FUNCTIONS[getattr(module, attribute)]() if attribute else module
-    name = type(module).__name__ if attribute is None else getattr(module, attribute).__name__
-    kind = kinds.kind_of(held)
-    if kind is None:
-        is_cell = kinds.is_cell(held)
-        everything = settings is not None and settings.make_graph_settings(is_cell) is not None
-        is_reported = whole or isinstance(module, tuple(kinds.ACTIVATIONS))
-        functional = settings is not None and settings.functional
-        reason = kinds.why_not(module, everything, functional) if is_reported else None
-        calls_functions = (
-            reason and not everything and ("subclass" in reason or "no few-bit" in reason)
-        )
-        if calls_functions and may_call(module) and functional:
-            reason += "; functions that it calls are compressed"
-        return SkippedModule(path, name, reason) if reason else None
-    if kind.family == kinds.RECURRENT and not (settings is not None and settings.everything):
-        return SkippedModule(path, name, kinds.LEFT_ALONE[nn.LSTM]) if whole else None
-    if settings is None:
-        return SkippedModule(path, name, "excluded")
-    if kind.family not in settings.families:
-        return None
-    reason = kinds.replaced(held)
-    if reason is not None:
-        return SkippedModule(path, name, reason)
+def _apply(choice: Choice, context: ForwardContext) -> ConvertedModule | SkippedModule:
+    """Do what was chosen for a module, and return its row of the report."""
+    if isinstance(choice, SkippedModule):
+        return choice
+    path, module, attribute, settings = choice.selected
+    if isinstance(choice, Joining):
+        fuses = settings is not None and settings.fuses_norms
+        module.quantizer = module.quantizer.copy_for(path, context=context, fuse=fuses)
+        return few_bit_already(choice.selected)
+    held = choice.held
     if attribute is not None:
         vars(module).setdefault(_FUNCTIONS, {})[attribute] = getattr(module, attribute)
         # The submodule takes the place and the name of the plain attribute.
         delattr(module, attribute)
         setattr(module, attribute, held.train(module.training))
-        name = f"{name} (function)"
-    _change_class(held, kind)
-    bits = _configure(path, held, settings, context)
-    return _row(path, name, held, bits)
+    if choice.kind is not None:
+        _change_class(held, choice.kind)
+    return _row(path, choice.name, held, _configure(path, held, settings, context))
 
 
 def _row(path: str, before: str, module: nn.Module, bits: float | None) -> ConvertedModule:
@@ -239,28 +204,9 @@ def _change_class(module: nn.Module, kind) -> None:
     for name, method in kinds.methods_of_liger(module).items():
         replaced[name] = method
         del vars(module)[name]  # it would hide the method of the new class
-    vars(module)[_ORIGINAL] = Original(type(module), kind.becomes, replaced, names)
+    vars(module)[ORIGINAL] = Original(type(module), kind.becomes, replaced, names)
     vars(module).update(kind.attributes)
     module.__class__ = kind.becomes
-
-
-def _convert_again(
-    selected: Selected, context: ForwardContext, whole: bool
-) -> ConvertedModule | SkippedModule | None:
-    path, module, _, settings = selected
-    if isinstance(module, Quantized):
-        if not whole:
-            return None
-        fuses = settings is not None and settings.fuses_norms
-        module.quantizer = module.quantizer.copy_for(path, context=context, fuse=fuses)
-    if isinstance(module, PreActivation):
-        reason = f"few-bit already: one tensor of {module.bits} bits an element"
-        return SkippedModule(path, type(module).__name__, reason)
-    original = vars(module).get(_ORIGINAL)
-    if original is None or settings is None:
-        return SkippedModule(path, type(module).__name__, f"few-bit already: {module!r}")
-    bits = _configure(path, module, settings, context)
-    return _row(path, original.cls.__name__, module, bits)
 
 
 def _configured_attributes(cls: type[nn.Module]) -> tuple[str, ...]:
@@ -354,7 +300,7 @@ def _attach(
     for path, module in model.named_modules():
         has_own = context.compressor is not None and path in context.compressor.own
         # Modules without a forward, like ModuleList, are never called.
-        if (module is model or may_call(module) or has_own) and not _is_scripted(module):
+        if (module is model or kinds.may_call(module) or has_own) and not _is_scripted(module):
             tracked[module] = path, tracked_class_for(module)
         elif settings.has_policy and kinds.is_activation(type(module)):
             vars(module).update({PATH: path, GUARD: guard})
@@ -384,9 +330,9 @@ def _switch_functions(model, settings, selected: list[Selected], context: Forwar
         if id(module) not in own or _is_scripted(module):
             continue  # the conversion made the module from a function
         mine = own[id(module)]
-        if mine is None or (may_call(module) and not mine.functional):
+        if mine is None or (kinds.may_call(module) and not mine.functional):
             mode = True
-        elif not may_call(module):
+        elif not kinds.may_call(module):
             continue
         elif mine is settings:
             mode = False

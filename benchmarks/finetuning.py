@@ -164,9 +164,10 @@ def digits(seed: int) -> FineTuning:
     model = pretrained_networks.image_model()
     torch.manual_seed(seed)
     model._fc = nn.Linear(model._fc.in_features, 10)
+    # With 0.01, the momentum of the pretrained network, the running statistics would lag behind so few steps.
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            module.momentum = 0.1  # with its 0.01, the running statistics would lag behind so few steps
+            module.momentum = 0.1
     x, y = images()
     first = len(x) * 3 // 4
 

@@ -120,7 +120,10 @@ DIFFERENT = {
 @pytest.mark.parametrize("quantizer, decades", [("uniform", 2), ("rotated", 1)])
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_samples_of_very_different_size(device, kind, quantizer, decades):
-    """D takes into account that samples share bits and that rows with large gradients have large errors."""
+    """D takes into account that samples share bits and that rows with large gradients have large errors.
+
+    Gradients along the input would have smaller errors than D: the ends of a group's range are not rounded.
+    """
     torch.manual_seed(0)
     make, shape = DIFFERENT[kind]
     theirs = make().to(device)
@@ -131,7 +134,8 @@ def test_samples_of_very_different_size(device, kind, quantizer, decades):
     def run(model, x, seed=0):
         torch.manual_seed(seed)
         model.zero_grad()
-        (model(x) * weights).square().sum().backward()
+        y = model(x)
+        (y * weights * normal(y.shape, scale=1.0, seed=1).to(device)).sum().backward()
         return {"weight": next(model.parameters()).grad}
 
     model = nn.Sequential(copy.deepcopy(theirs))
@@ -140,8 +144,7 @@ def test_samples_of_very_different_size(device, kind, quantizer, decades):
     assert seen.samples == 16 and len(seen.squares) == 16
     (demand,) = (constraint for constraint in seen.constraints if constraint.label == "weight")
     errors = squared_error(model, x, run(theirs, x), 60, run)
-    near = 0.3 if quantizer == "rotated" and kind == "batch norm" else 0.2
-    assert errors["weight"] == pytest.approx(d_of(demand, seen.error2), rel=near)
+    assert errors["weight"] == pytest.approx(d_of(demand, seen.error2), rel=0.2)
 
 
 @pytest.mark.parametrize("bits", [1, 2])

@@ -66,7 +66,7 @@ LINEAR = {
     "sigmoid": lambda x, y: torch.special.expit(x),
     "gates": lambda x, y: torch.special.expit(x) * y,
     "convolution": lambda x, y: torch.convolution(
-        x, torch.ones(4, 16, 3) / 7 * y.mean(), None, [1], [1], [1], False, [0], 1
+        x, y[:4, :, :3] / 7, None, [1], [1], [1], False, [0], 1
     ),
 }
 # Arguments of which packed masks, indices and sizes are as good as the tensors.

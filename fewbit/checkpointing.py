@@ -56,6 +56,7 @@ _HAS_HOOKS = _HOOKS in signature(torch_checkpoint).parameters
 _OPTIONS = "use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", _HOOKS
 """The arguments of torch's function, other than `preserve_rng_state`."""
 _CHECKS = "default", "none"
+_CONTAINERS = list, tuple, dict
 BOUNDARIES = Offload(ahead=1)
 """Moves the quantized inputs of regions to the host. `ahead` is 1: a whole region hides the transfer."""
 
@@ -83,7 +84,7 @@ def checkpoint(
     from torch's generator first, so dropout draws other masks than with torch's function. In compiled code, torch's own
     function runs, and nothing is quantized. Arguments that are not listed are those of torch's function.
 
-    The second run decides as the first run did: integers, booleans and Python numbers that the region computes from floating tensors are
+    The second run gets lists and dicts among `args` as they were before the first. It decides as the first run did: integers, booleans and Python numbers that the region computes from floating tensors are
     recorded. It changes no buffers, such as running statistics, and reads the values that these had in the first run. Neither holds for code
     that is compiled within the region.
 
@@ -117,7 +118,11 @@ def checkpoint(
         debug=debug,
         early_stop=early_stop,
     )
-    if bits is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return torch_checkpoint(function, *args, **options, **kwargs)
+    if any(type(x) in _CONTAINERS for x in args):
+        function = _AsBefore(function, args)
+    if bits is None:
         return torch_checkpoint(function, *args, **options, **kwargs)
     region = _CheckpointedRegion(function, args, bits, group_size, preserve_rng_state, offload)
     # torch restores the random states of the devices of the tensors that it is given, and would save the arguments.
@@ -295,6 +300,33 @@ def _enabling(model: nn.Module) -> Callable | None:
     return next((getattr(model, name) for name in _ENABLE if hasattr(model, name)), None)
 
 
+class _AsBefore:
+    """A region's function, whose second run gets containers among the arguments as they were before the first run."""
+
+    def __init__(self, function, args):
+        self._function, self._is_first = function, True
+        self._before = {i: _copied(x) for i, x in enumerate(args) if type(x) in _CONTAINERS}
+
+    def __call__(self, *args, **kwargs):
+        if self._is_first:
+            self._is_first = False
+            return self._function(*args, **kwargs)
+        args = [_copied(self._before[i]) if i in self._before else x for i, x in enumerate(args)]
+        return self._function(*args, **kwargs)
+
+
+def _copied(value):
+    """Copy lists and dicts, also within tuples, but not the tensors in them."""
+    kind = type(value)
+    if kind is dict:
+        return {key: _copied(one) for key, one in value.items()}
+    if kind not in _CONTAINERS:
+        return value
+    found = kind(map(_copied, value))
+    is_same = kind is tuple and all(a is b for a, b in zip(found, value, strict=True))
+    return value if is_same else found
+
+
 class _CheckpointedRegion:
     """A region: a function, its arguments with quantized tensors, and what the second run needs of the first."""
 
@@ -379,6 +411,8 @@ def _save(x: Tensor, number: int, bits: int, group_size: int) -> SavedTensors:
         seed = library.new_seed(x)
     else:
         seed = context.saving(x).seed(x, purpose("checkpoint", number))
+        if context.count.is_open:
+            context.count.add(x, bits)
     kind = usual_kind(ROTATED, group_size)
     channels = channels_of(x, usual_features(x.dim())) if kind == ROTATED else 0
     settings = seed, bits, group_size, kind, channels

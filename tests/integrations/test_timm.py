@@ -64,6 +64,7 @@ def test_peaks_and_gradients(case):
         assert len(found.settings.blocks) == blocks == sum(row.count for row in found.rows[:-1])
         assert torch.isfinite(gradient(model, batch, loss)).all()
         assert max(map(len, str(found).splitlines())) <= 100
+        assert not any("not considered" in note for note in found.notes)
 
 
 def test_bits_and_the_plan(case):

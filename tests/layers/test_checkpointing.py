@@ -567,3 +567,53 @@ def test_replicas_of_modules_with_a_forward_of_another_library_are_refused():
     with pytest.raises(InputError, match="use DistributedDataParallel") as error:
         model[0]._replicate_for_data_parallel()
     assert "\n" not in str(error.value)
+
+
+class Dense(nn.Module):
+    """A network whose blocks get the list of all results so far, which grows after each block."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(64 * (number + 1), 64) for number in range(3)])
+        for block in self.blocks:
+            block.forward = lambda features, own=block: nn.functional.linear(
+                torch.cat(features, -1), own.weight, own.bias
+            )
+
+    def forward(self, x):
+        features = [x]
+        for block in self.blocks:
+            features.append(block(features))
+        return features[-1]
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_list_that_grows_after_the_region(bits):
+    """The second run gets the list as it was, in each of two backward passes."""
+    torch.manual_seed(0)
+    model, x = Dense().train(), torch.randn(32, 64)
+    parameters = list(model.parameters())
+    exact = torch.autograd.grad(model(x).square().sum(), parameters)
+    fewbit.checkpoint_(model, bits, include="blocks.*")
+    y = model(x).square().sum()
+    for _ in range(2):
+        found = torch.autograd.grad(y, parameters, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_containers_inside_of_containers_come_back(bits):
+    """The region changes its own dict and list; the caller sees this once, and the second run does the same again."""
+    weight = torch.randn(8, 8, requires_grad=True)
+    inputs = {"seen": [], "pair": (torch.ones(8), [torch.ones(8)])}
+
+    def region(x, state):
+        state["seen"].append(len(state["seen"]))
+        state["pair"][1].append(x)
+        return (x * weight * sum(state["pair"][1])).sum()
+
+    y = fewbit.checkpoint(region, torch.ones(8, 8), inputs, bits=bits)
+    assert inputs["seen"] == [0] and len(inputs["pair"][1]) == 2
+    (found,) = torch.autograd.grad(y, weight)
+    assert torch.equal(found, torch.full((8, 8), 2.0))
+    assert inputs["seen"] == [0] and len(inputs["pair"][1]) == 2

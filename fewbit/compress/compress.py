@@ -128,7 +128,9 @@ def compress_(
     if is_second:
         notes += ("an earlier call of compress_ was undone: only the settings of this call hold",)
     report = _report(conversion.report, notes, model, settings, sample, before)
-    return _reported(Controller(model, report, conversion.context, allocator, given), verbose)
+    return _reported(
+        Controller(model, report, conversion.context, allocator, given, bool(overrides)), verbose
+    )
 
 
 def _refuse(unknown: Mapping) -> None:

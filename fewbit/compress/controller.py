@@ -38,12 +38,14 @@ class Controller:
         context: ForwardContext,
         allocator: AllocatorReport | None = None,
         config: BitConfig | None = None,
+        has_overrides: bool = False,
     ):
         self._model = weakref.ref(model)
         self._report = report
         self.context = context
         self.allocator = allocator
         self.config = config
+        self._has_overrides = has_overrides
         self._was_attached = _is_attached(context, model)
 
     @property
@@ -69,13 +71,19 @@ class Controller:
 
     @property
     def average_bits(self) -> float | None:
-        """The latest average bits per element of quantized tensors; None if nothing is quantized (level L0)."""
+        """The latest average bits per element of quantized tensors; None if nothing is quantized (level L0).
+
+        Fixed bits are counted in the first forward pass in training. Before it, and in compiled code, they are the argument
+        `bits`, or None with `overrides`.
+        """
         if isinstance(self.config, Level) and self.config.config is None:
             return None
-        chosen = self.allocation.bits or self.bounds.bits
-        return float(
-            chosen or (self.config.initial_bits if self._policy is None else self._policy.bits)
-        )
+        if self._policy is not None:
+            return float(self.allocation.bits or self.bounds.bits or self._policy.bits)
+        counted = self.context.count.average
+        if counted is None and self._has_overrides:
+            return None
+        return float(counted or self.config.initial_bits)
 
     @property
     def _tables(self) -> dict:

@@ -14,7 +14,8 @@ from fewbit.compress.compress import compress_
 from fewbit.compress.controller import Controller
 from fewbit.config import DEFAULT_BITS, as_config
 from fewbit.errors import InputError
-from fewbit.planning.all_ranks import DDP, SHARDED
+from fewbit.integrations.refusals import refuse, shards
+from fewbit.planning.all_ranks import DDP
 from fewbit.planning.fit import fit_
 from fewbit.planning.fits import check_memory
 from fewbit.runtime.interop.containers import tensors_in
@@ -124,14 +125,16 @@ class FewbitCallback(*_callbacks()):  # type: ignore[misc]
 
     def _fit(self, trainer, module, batch) -> None:
         is_replica = isinstance(trainer.strategy.model, DistributedDataParallel)
-        if trainer.world_size > 1 and not is_replica:
-            raise InputError(SHARDED.format(type(trainer.strategy).__name__))
-        refused = {
-            "one optimizer": len(trainer.optimizers) != 1 or not module.automatic_optimization,
-            "a module that is not compiled": module._compiler_ctx is not None,
-        }
-        for expected in (name for name, is_refused in refused.items() if is_refused):
-            raise InputError(f"memory: expected a training with {expected}, got another one")
+        strategy = type(trainer.strategy).__name__
+        refuse([shards(strategy, trainer.world_size > 1 and not is_replica)])
+        count = len(trainer.optimizers)
+        refuse(
+            [
+                ("automatic_optimization=True", "False", not module.automatic_optimization),
+                ("one optimizer", count, count != 1),
+                ("a module that is not compiled", "one of torch.compile", module._compiler_ctx),
+            ]
+        )
 
         def loss(module, batch):
             with trainer.precision_plugin.train_step_context():

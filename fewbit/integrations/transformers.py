@@ -22,7 +22,8 @@ from fewbit.config import DEFAULT_BITS, as_config, plain_arguments
 from fewbit.convert.swap import is_converted
 from fewbit.errors import InputError
 from fewbit.integrations.first_batch import first_batch
-from fewbit.planning.all_ranks import DDP, SHARDED
+from fewbit.integrations.refusals import refuse, shards
+from fewbit.planning.all_ranks import DDP
 from fewbit.planning.fit import fit_
 from fewbit.planning.fits import check_memory
 from fewbit.runtime.parallel.process_groups import is_sharded
@@ -121,12 +122,11 @@ class FewbitCallback(TrainerCallback, ExportableState):
 
     def _fit(self, model, args, state, batches, optimizer) -> None:
         kind = AcceleratorState().distributed_type.value
-        if args.world_size > 1 and not kind.startswith("MULTI_"):
-            raise InputError(SHARDED.format(kind))
         if self._missing:
             raise InputError(f"memory: {self._lost()}")
-        refused = [
-            ("one device per process", "several", args.n_gpu > 1),
+        cases = [
+            shards(kind, args.world_size > 1 and not kind.startswith("MULTI_")),
+            ("one device per process", args.n_gpu, args.n_gpu > 1),
             ("gradient_checkpointing=False", "True", args.gradient_checkpointing),
             ("torch_compile=False", "True", args.torch_compile),
             (
@@ -135,9 +135,7 @@ class FewbitCallback(TrainerCallback, ExportableState):
                 args.label_smoothing_factor and "loss" not in self.arguments,
             ),
         ]
-        for expected, got, is_refused in refused:
-            if is_refused:
-                raise InputError(f"memory: expected a training with {expected}, got {got}")
+        refuse(cases)
         devices = [] if args.device.type == "cpu" else [args.device]
         arguments = {name: value for name, value in self.arguments.items() if name != "bits"}
         loss = arguments.pop("loss", None)

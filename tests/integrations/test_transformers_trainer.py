@@ -56,7 +56,9 @@ def test_trains_with_fewer_saved_bytes_and_logs_them(tmp_path):
     assert run.evaluate()["eval_loss"] == exact.evaluate()["eval_loss"]
     run.train()
     assert len(logged(run, "loss")) == 2
-    assert logged(run, BITS) == [2, 2]
+    # Norms, gates, queries, keys and values have more than 2 bits.
+    assert 2 < callback.controller.average_bits < 4
+    assert logged(run, BITS) == [callback.controller.average_bits] * 2
     first, second = logged(run, SAVED)
     assert first == second == saved_by_step(run)
     batch = {name: value[None].repeat(4, 1) for name, value in texts(1)[0].items()}
@@ -392,9 +394,7 @@ def test_data_without_a_first_batch(data, message):
 
 def test_a_memory_needs_a_training_that_it_can_measure(tmp_path):
     run = trainer(tmp_path, FewbitCallback(memory="1 GiB"), gradient_checkpointing=True)
-    with pytest.raises(
-        InputError, match="memory: expected a training with gradient_checkpointing=False"
-    ):
+    with pytest.raises(InputError, match="a training with gradient_checkpointing=False, got True"):
         run.train()
     assert FewbitCallback(memory="1 GiB", **QUIET).state()["args"]["memory"] == "1 GiB"
 

@@ -142,7 +142,6 @@ def _fit(
         raise FewbitError(f"{option}: expected one MODEL, got {len(names)}")
     import torch
 
-    from fewbit.models.workload import workload
     from fewbit.planning.fit import fit_
     from fewbit.planning.fits import EXACT, fits
 
@@ -155,16 +154,16 @@ def _fit(
         raise FewbitError(
             f"--optimizer: expected a class of torch.optim, such as adamw or sgd, got {optimizer}"
         )
-    is_text = models.family(models.resolve(names[0])).is_text
+    name = models.resolve(names[0])
+    is_text = models.family(name).is_text
     if (image_size if is_text else sequence_length) is not None:
         other = "--image-size" if is_text else "--sequence-length"
         raise FewbitError(
             f"{other}: expected a model of {'images' if is_text else 'texts'}, got {names[0]}"
         )
-    size = (sequence_length if is_text else image_size) or 256
-    # On the meta device the weights take no memory.
-    with torch.device("meta"):
-        model, (data,), loss = workload(names[0], batch=batch, size=size, batches=1)
+    size = models.check_size(name, (sequence_length if is_text else image_size) or 256)
+    with torch.device("meta"):  # the weights take no memory
+        model, data, loss = _as_trained(name, batch, size)
     if memory is not None:
         kind = classes[optimizer.lower()]
         return fit_(model, data, memory, loss=loss, optimizer=kind, verbose=False)
@@ -177,6 +176,20 @@ def _fit(
         settings=[EXACT, *bits],
         sequence_dim=1 if is_text else None,
     )
+
+
+def _as_trained(name, batch, size):
+    """Return the model as it is trained, with head and loss, a batch, and the loss, None for the model's own."""
+    import torch
+
+    from fewbit.models import transformer, workload
+
+    if models.family(name).is_text:
+        model = transformer.build(name, attention="sdpa", has_head=True).train()
+        tokens = torch.zeros(batch, size, dtype=torch.long)
+        return model, {"input_ids": tokens, "labels": tokens.clone()}, None
+    images, classes = torch.zeros(batch, 3, size, size), torch.zeros(batch, dtype=torch.long)
+    return models.build(name), (images, classes), workload.classification_loss
 
 
 @app.command()

@@ -28,13 +28,19 @@ SIZES = {
 LONGEST = {name: 512 if name.startswith("roberta") else 1024 for name in SIZES}
 
 
-def build(name: str, activation: Callable | None = None, attention: str = "eager") -> nn.Module:
+def build(
+    name: str,
+    activation: Callable | None = None,
+    attention: str = "eager",
+    has_head: bool = False,
+) -> nn.Module:
     """Build a model with random weights. It maps `input_ids` (batch, length) int64 to hidden states.
 
     Args:
         name: A key of `SIZES`.
         activation: Returns the activation module of a feed-forward layer; None for the model's own.
         attention: The argument `attn_implementation` of transformers.
+        has_head: Whether the model computes logits too, and a loss from `labels`.
 
     Raises:
         MissingPackageError: transformers is not installed.
@@ -43,10 +49,13 @@ def build(name: str, activation: Callable | None = None, attention: str = "eager
         import transformers
     options = dict(SIZES[name], attn_implementation=attention)
     if name.startswith("roberta"):
-        model = transformers.RobertaModel(transformers.RobertaConfig(**options))
+        kind = transformers.RobertaForMaskedLM if has_head else transformers.RobertaModel
+        model = kind(transformers.RobertaConfig(**options))
     else:
+        kind = transformers.GPT2LMHeadModel if has_head else transformers.GPT2Model
         # Only generation uses the cache of keys and values.
-        model = transformers.GPT2Model(transformers.GPT2Config(**options, use_cache=False))
+        model = kind(transformers.GPT2Config(**options, use_cache=False))
+        model.loss_type = "ForCausalLM"  # what transformers uses after a warning
     if activation is not None:
         _replace_activations(model, activation)
     return model

@@ -12,11 +12,6 @@ from fewbit.errors import FewbitError, InputError
 from fewbit.printable import one_line, shorten
 
 DDP, FSDP = KINDS = "ddp", "fsdp"
-SHARDED = (
-    "memory: expected one process, or several with DistributedDataParallel, got {}; with FSDP2, call fewbit.fit_(model, "
-    "..., parallel='fsdp') before the trainer shards the model"
-)
-"""The message of callbacks for a trainer whose processes do not have the whole model."""
 Result = TypeVar("Result")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -106,6 +107,14 @@ class Settings:
         return Rest(self.rest, self.head)
 
     @property
+    def name(self) -> str:
+        """A text for messages, such as `4 bits in blocks, the rest exact`."""
+        options = list(dict.fromkeys(option.name for option in self.blocks.values()))
+        if not options or options == [self.of_rest.name]:
+            return self.of_rest.name
+        return f"{' or '.join(options)} in blocks, the rest {self.of_rest.name}"
+
+    @property
     def candidate(self) -> Candidate:
         """The candidate that applies the options."""
         regions: dict[tuple, list[str]] = {}
@@ -116,11 +125,14 @@ class Settings:
         bits = {path: option.bits for path, option in self.blocks.items()}
         if self.rest is None and not any(bits.values()):
             return Candidate(POLICY, method=EXACT_METHOD, checkpoints=calls, head=self.head)
-        overrides = {"": None} if self.rest is None else {}
-        overrides |= {path: one for path, one in bits.items() if one != self.rest}
-        options = {"overrides": overrides} if overrides else {}
-        bits = self.rest or DEFAULT_BITS
-        return Candidate(POLICY, bits, options, checkpoints=calls, head=self.head)
+        usual = self.rest
+        if usual is None:
+            bits = {path: one for path, one in bits.items() if one is not None}
+            usual = Counter(bits.values()).most_common(1)[0][0]
+            bits = {"": None} | bits
+        # Every block has an override, because the argument `bits` gives some tensors more bits.
+        options = {"overrides": bits} if bits else {}
+        return Candidate(POLICY, usual, options, checkpoints=calls, head=self.head)
 
     def apply(self, model: nn.Module, always: bool = False) -> Controller | None:
         """Undo earlier conversions and checkpoints of the model, and apply the options, in place. Return the controller, or None.
@@ -137,7 +149,11 @@ class Settings:
     @property
     def code(self) -> str:
         """Python code that applies the options to `model`."""
-        return "\n".join(self.candidate.calls)
+        candidate = self.candidate
+        comment = ("# '': the whole model, which stays exact but for the paths after it",)
+        return "\n".join(
+            (comment if "" in candidate.options.get("overrides", ()) else ()) + candidate.calls
+        )
 
     def to_dict(self) -> dict:
         """Return plain JSON values."""

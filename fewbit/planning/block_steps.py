@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fewbit.analysis.gradients import difference, explained, squared, tensors_of
 from fewbit.analysis.unchanged import unchanged
-from fewbit.errors import InputError
+from fewbit.errors import FewbitError, InputError
 from fewbit.planning.all_ranks import ALONE, FSDP, Processes
 from fewbit.planning.block_settings import Settings
 from fewbit.planning.fake_steps import FakeTraining, loss_of_output
@@ -20,6 +21,20 @@ from fewbit.planning.sharding import ShardedWeights
 from fewbit.planning.timeline import ENTER, STEP, Timeline
 from fewbit.planning.watching import watched
 from fewbit.runtime.saved.context import measuring
+
+
+@contextmanager
+def _noting(settings: Settings):
+    """Return a context manager that adds to the user's exceptions which step raised them."""
+    try:
+        yield
+    except FewbitError:
+        raise
+    except Exception as error:
+        error.add_note(
+            f"raised in a training step in which fewbit.fit_ examined the model ({settings.name}); the model is unchanged"
+        )
+        raise
 
 
 class OptimizerBytes:
@@ -44,11 +59,11 @@ class OptimizerBytes:
         self.step = most - self.state
         self.weights = sum(p.nbytes for p in model.parameters())
 
-    def update(self, sample, processes: Processes = ALONE) -> int:
-        """Return the bytes of one process during the optimizer's step with this batch."""
+    def update(self, sample, processes: Processes = ALONE, part: float = 1.0) -> int:
+        """Return the bytes of one process during the optimizer's step with this part of a batch."""
         whole = self.step + self.state + processes.buckets(self.gradients)
         batch = sum(tensor.nbytes for tensor in tensors_of(sample))
-        return whole // processes.shards + batch
+        return whole // processes.shards + math.ceil(part * batch)
 
 
 class _OfProcess:
@@ -89,7 +104,8 @@ class RealBlockSteps(RealSteps):
     def timeline_of(self, settings: Settings, always: bool = False) -> Timeline:
         """Return the timeline of a step. `always` is that of `Settings.apply`."""
         controller = settings.apply(self.model, always)
-        found, latest = self.timeline(self.sample, self.blocks, *self._step)
+        with _noting(settings):
+            found, latest = self.timeline(self.sample, self.blocks, *self._step)
         # Without the context of compress_, regions draw seeds from torch's generator, and dropout draws other masks.
         self._latest = latest if controller is not None else []
         return self._of_process(found)
@@ -143,13 +159,13 @@ class FakeBlockSteps:
         blocks = [model.get_submodule(path) for path in paths]
         self._of_process = _OfProcess(model, blocks, memory, accumulates, processes)
 
-    def timeline_of(self, settings: Settings) -> Timeline:
-        """Return the timeline of a step."""
+    def timeline_of(self, settings: Settings, samples: int | None = None) -> Timeline:
+        """Return the timeline of a step, with another number of samples if given."""
         training = self._training(settings.apply)
         blocks = [training.model.get_submodule(path) for path in self._paths]
-        with unchanged({}, []), measuring(), explained(self._sample):
+        with _noting(settings), unchanged({}, []), measuring(), explained(self._sample):
             found = training.step(
-                self._sample, blocks, updates=False, accumulates=self._accumulates
+                self._sample, blocks, updates=False, accumulates=self._accumulates, size=samples
             )
         found.existing = {**found.existing, "optimizer": self._state}
         return self._of_process(found)

@@ -34,6 +34,7 @@ from fewbit.planning.blocks import find_blocks
 from fewbit.planning.choose import Part
 from fewbit.planning.costs import costs_of
 from fewbit.planning.timeline import PartBytes
+from fewbit.printable import one_line
 from fewbit.runtime.interop.module_calls import class_of
 
 ROUNDS = 3
@@ -81,7 +82,7 @@ class Examination:
 
     Attributes:
         paths: the paths of the blocks in the order of their calls.
-        failing: the settings with which a step raises an error.
+        failing: {name of settings: the error that a step with them raises}.
         repeated: the paths of modules that would be blocks, but are not called exactly once.
         uniform: {option: the measurement with this option in all blocks}.
         rest: {option of the rest: the measurement with exact blocks}.
@@ -93,7 +94,7 @@ class Examination:
 
     paths: list[str]
     repeated: list[str]
-    failing: list[Settings]
+    failing: dict[str, str]
     options: tuple[Option, ...]
     uniform: dict[Option, Measurement]
     rest: dict[Rest, Measurement]
@@ -240,10 +241,11 @@ def examine(
     count = len(arms) + len(TIMED) * ROUNDS * is_real + probes
     done = partial(bar.step, count)
     found: dict = {}
+    failing: dict[str, str] = {}
     numbers = list(range(len(order)))
     with bar.shown():
         if is_real:
-            forward, shares = _measure(steps, arms, found, order, done)
+            forward, shares = _measure(steps, arms, found, failing, order, done)
         else:
             for key, settings in arms.items():
                 if _is_useless(key, found):
@@ -256,9 +258,6 @@ def examine(
     for key in useless:
         found.pop(key, None)
     options = tuple(option for option in options if ("blocks", option) in found)
-    failing = [
-        settings for key, settings in arms.items() if key not in found and key not in useless
-    ]
     uniform = {option: found["blocks", option] for option in options}
     rest = {Rest(): exact} | {one: found["rest", one] for one in rests if ("rest", one) in found}
     update = memory.update(sample, processes)
@@ -290,8 +289,8 @@ def is_gpu(device: torch.device) -> bool:
 # -- Measuring -------------------------------------------------------------------------------------------------
 
 
-def _measure(steps: RealBlockSteps, arms, found, paths, done) -> tuple[np.ndarray, dict]:
-    """Measure everything. Return the blocks' forward times, and their shares in errors."""
+def _measure(steps: RealBlockSteps, arms, found, failing, paths, done) -> tuple[np.ndarray, dict]:
+    """Fill `found` and `failing`. Return the blocks' forward times, and their shares in errors."""
     numbers = list(range(len(paths)))
     times: dict = {
         key: [] for key in arms if key in TIMED or (key[0] == "rest" and key[1].bits is None)
@@ -306,10 +305,12 @@ def _measure(steps: RealBlockSteps, arms, found, paths, done) -> tuple[np.ndarra
             timeline = steps.timeline_of(settings, always=True)
         except (torch.OutOfMemoryError, MemoryError):
             raise
-        except (RuntimeError, FewbitError):
+        except (RuntimeError, FewbitError) as error:
             if key == EXACT_ARM:
                 raise
             times.pop(key, None)
+            option = key[1].name + " in the rest" * (key[0] == "rest")
+            failing[option] = one_line(error.__cause__ or error).rstrip(" ;,.")
             continue  # the model cannot train with this option
         found[key] = Measurement(timeline.bytes_of(numbers))
         is_exact = settings.rest is None and (key[0] == "rest" or key[1] in (EXACT, RECOMPUTED))

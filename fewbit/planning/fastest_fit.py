@@ -10,9 +10,12 @@ from typing import NamedTuple
 from torch import nn
 
 from fewbit.compress.controller import Controller
+from fewbit.convert.swap import check_model
 from fewbit.convert.undo import whole_or_not_at_all
+from fewbit.errors import InputError
 from fewbit.planning.block_settings import Option, Settings
 from fewbit.planning.candidates import Candidate
+from fewbit.planning.compiled import uncompiled
 from fewbit.render.formats import amount, digits, unit_of
 from fewbit.render.result import finite
 from fewbit.render.saved_results import Document
@@ -115,6 +118,16 @@ class FastestFit(Document):
         Raises:
             InputError: The model has no module at the path of a block. The model stays unchanged.
         """
+        check_model(model)
+        model = uncompiled(model)
+        known = dict(model.named_modules())
+        paths = [*self.settings.blocks, *([self.settings.head] if self.settings.head else [])]
+        missing = [path for path in paths if path not in known]
+        if missing:
+            raise InputError(
+                f"model: expected one with the blocks of {self.model}, for which the choice was made, got a "
+                f"{type(model).__name__} without {missing[0]!r}"
+            )
         return _applied(model, self.settings)
 
     @property
@@ -133,7 +146,7 @@ class FastestFit(Document):
     def title(self) -> str:
         error = (
             ""
-            if math.isnan(self.error)
+            if math.isnan(self.error) or not self.error
             else f", with an error of {100 * self.error:.2g}% of the gradient"
         )
         step = f"{self.model}, batch {self.batch}: a step with {self.optimizer} takes {amount(self.peak)} of {amount(self.memory)}"
@@ -185,13 +198,16 @@ class FastestFit(Document):
         )
 
     def _notes(self, unit: str) -> list[str]:
-        gap = 100 * (self.seconds - self.bound) / self.exact_seconds if self.exact_seconds else 0.0
         lines = [
             f"saved {unit}: left for the backward pass, the batch included",
             "added ms: the time that the option adds to an exact forward and backward pass of "
             f"{1000 * self.exact_seconds:.3g} ms",
-            f"by these numbers, no choice that fits is faster by more than {gap:.1f}% of the exact time",
         ]
+        if self.code and self.exact_seconds:
+            gap = 100 * (self.seconds - self.bound) / self.exact_seconds
+            lines.append(
+                f"by these numbers, no choice that fits is faster by more than {gap:.1f}% of the exact time"
+            )
         if not math.isnan(self.error):
             lines.append(
                 "error: predicted squared distance from the exact gradient, as a part of its squared norm; all together at most "
@@ -200,7 +216,7 @@ class FastestFit(Document):
         for name, point in (("faster", self.better), ("smaller", self.smaller)):
             if point is not None:
                 lines.append(
-                    f"next {name}: {amount(point.peak)} with {self._time(point.seconds):.2f} of the exact time"
+                    f"the next {name} choice: {amount(point.peak)} and {self._time(point.seconds):.2f} of the exact time"
                 )
         return lines + list(self.notes)
 

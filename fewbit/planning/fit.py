@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from copy import copy
 from functools import cached_property, partial
 
 import numpy as np
@@ -19,18 +21,21 @@ from fewbit.convert.swap import restore_
 from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
 from fewbit.planning.all_ranks import Processes
-from fewbit.planning.block_settings import Option, Rest, Settings
-from fewbit.planning.block_steps import OptimizerBytes
+from fewbit.planning.block_settings import Rest, Settings
+from fewbit.planning.block_steps import FakeBlockSteps, OptimizerBytes
 from fewbit.planning.blocks import find_blocks
-from fewbit.planning.choose import Part, choose, peak_of, totals
+from fewbit.planning.choose import Choice, Part, choose, peak_of, totals
+from fewbit.planning.compiled import in_eager_mode, uncompiled
 from fewbit.planning.examination import Examination, examine, is_gpu
 from fewbit.planning.fake_steps import own_loss
 from fewbit.planning.fastest_fit import FastestFit, FrontPoint, rows_of
 from fewbit.planning.fits import capacity_of
+from fewbit.planning.largest import largest
 from fewbit.planning.sharding import mixed_precision
 from fewbit.printable import shorten
 from fewbit.render import terminal
 from fewbit.render.formats import amount, digits, module_name
+from fewbit.sizes import counted
 
 ERROR = 0.1
 """The default bound of the error."""
@@ -42,6 +47,12 @@ NOISE = 1e-9
 """The error that may come from the order of floating-point sums."""
 ATTEMPTS = 6
 """The most choices whose peak is measured, until one fits."""
+MATTERS = 0.25
+"""The part of the missing memory that a piece of advice frees at least."""
+MORE = 1.1
+"""The factor between a measured error and the bound that is advised, for other random rounding."""
+FAKE = 0.98
+"""The part of the memory that a smaller batch may take on fake tensors."""
 POINTS, FEW_LABELS = 12, 300
 """The number of points of the front, and of labels with which the solver finds them."""
 
@@ -70,8 +81,8 @@ def fit_(
     and errors are not known.
 
     Args:
-        model: A model in training mode on the device on which it will be trained, before DDP, FSDP and torch.compile.
-            Earlier conversions are undone.
+        model: A model in training mode on the device on which it will be trained, before DDP and FSDP. Earlier
+            conversions are undone. One that torch.compile has compiled is measured in eager mode, and compiled anew.
         sample: A batch of the size with which you will train, as `fewbit.fits` takes it.
         memory: A size such as "24 GiB", a number of bytes, or a device whose whole memory counts. It has to hold the weights,
             gradients, the optimizer's state, the batch and all tensors of a step. What the allocator adds is not counted.
@@ -99,7 +110,21 @@ def fit_(
     capacity = capacity_of(memory, "memory")
     if capacity is None:
         raise InputError("memory: expected a size such as '24 GiB', got None")
-    check_model(model)
+    model = uncompiled(model)
+    with in_eager_mode(model) if isinstance(model, nn.Module) else nullcontext():
+        check_model(model)
+        result = _fitted(
+            model, sample, capacity, optimizer, loss, error, blocks, accumulates, parallel, progress
+        )
+    if verbose:
+        terminal.show(result)
+    return result
+
+
+def _fitted(
+    model, sample, capacity: int, optimizer, loss, error, blocks, accumulates, parallel, progress
+) -> FastestFit:
+    """Check the arguments of `fit_`, choose settings of a model in eager mode, and apply them."""
     if loss is None:
         loss = own_loss
     check_loss(loss)
@@ -134,8 +159,6 @@ def fit_(
             progress,
         )
     result.controller = result.settings.apply(model)
-    if verbose:
-        terminal.show(result)
     return result
 
 
@@ -149,11 +172,10 @@ def _undo(model) -> None:
 def _chosen(
     model, sample, capacity: int, optimizer, loss, error, blocks, accumulates, processes, progress
 ) -> FastestFit:
-    bytes_ = processes.together(
-        partial(OptimizerBytes, model, optimizer, is_gpu(next(model.parameters()).device))
-    )
+    on_gpu = is_gpu(next(model.parameters()).device)
+    bytes_ = processes.together(partial(OptimizerBytes, model, optimizer, on_gpu))
     if max(processes.all(bytes_.update(sample, processes))) > capacity:
-        raise InputError(_fixed_shortage(bytes_, sample, capacity, processes))
+        raise InputError(_fixed_shortage(bytes_, model, sample, capacity, processes))
     settings = {"accumulates": accumulates, "which": blocks, "progress": progress}
     look = partial(examine, model, sample, loss, bytes_, processes=processes, **settings)
 
@@ -175,7 +197,10 @@ def _chosen(
         search = Search(found, error)
         chosen = search.fastest(capacity)
         if chosen is None:
-            raise InputError(_shortage(search, sample, capacity))
+            steps = FakeBlockSteps(
+                model, found.paths, sample, loss, bytes_, accumulates, processes, on_gpu
+            )
+            raise InputError(_shortage(search, model, sample, capacity, steps))
         return _result(search, chosen, model, sample, capacity)
 
 
@@ -222,6 +247,8 @@ class Search:
     def __init__(self, examination: Examination, error: float):
         self.examination, self.error = examination, error
         self.parts = {rest: examination.parts(rest) for rest in examination.rest}
+        exact = Choice((0,) * len(self.parts[Rest()]), 0.0, 0.0)
+        self._exact = Chosen(examination, Rest(), exact, self.parts[Rest()])
 
     def solve(
         self, memory: float | dict, most: int | None = None, error: float | None = None
@@ -229,6 +256,8 @@ class Search:
         """Return the fastest choice by the examination, or None if no choice fits. `memory` may be {rest: memory}."""
         limits = memory if isinstance(memory, dict) else dict.fromkeys(self.parts, memory)
         tolerance = TOLERANCE * self.examination.exact.seconds
+        if self._exact.peak <= limits[Rest()]:
+            return copy(self._exact)  # no other choice is faster
         limit = self.error if error is None else error
         found = {}
         for rest, parts in self.parts.items():
@@ -338,10 +367,9 @@ def _result(search: Search, chosen: Chosen, model, sample, capacity) -> FastestF
         notes.append(
             "no blocks were found, so all layers have the same bits: name blocks, as blocks='encoder.*'"
         )
-    for settings in found.failing:
-        option, rest = next(iter(settings.blocks.values()), Option()), settings.of_rest
-        name = option.name if rest == Rest() else f"{rest.name} in the rest"
-        notes.append(f"{name}: not considered, because a step with it raises an error")
+    for error in dict.fromkeys(found.failing.values()):
+        names = [name for name, one in found.failing.items() if one == error]
+        notes.append(f"{' and '.join(names)}: not considered, because a step raises {error}")
     if not found.is_measured:
         notes.append(
             "nothing was run: times follow from measured costs of this device, and errors are not known"
@@ -365,43 +393,82 @@ def _result(search: Search, chosen: Chosen, model, sample, capacity) -> FastestF
     )
 
 
-def _fixed_shortage(optimizer: OptimizerBytes, sample, capacity: int, processes) -> str:
+# -- If nothing fits -------------------------------------------------------------------------------------------
+
+
+def _fixed_shortage(optimizer: OptimizerBytes, model, sample, capacity: int, processes) -> str:
     least = max(optimizer.update(sample, processes), capacity + 1)
-    helps = ["fewer trained parameters (LoRA)", "weights in 16 bits"]
-    if optimizer.state:
-        helps.insert(0, f"an optimizer without its state of {amount(optimizer.state)}")
+    batch = sum(tensor.nbytes for tensor in tensors_of(sample))
+    missing = MATTERS * (least - capacity)
+    helps = _lighter_training(optimizer, model, processes, missing)
+    with_batch = ""
+    if batch >= missing:
+        with_batch = ", the batch"
+        if size_of(sample) > 1:
+            helps.insert(0, "a smaller batch")
+    if any(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters()):
+        helps.append("weights in 16 bits")
     return (
-        f"memory: expected at least {amount(least)} for weights, gradients and {optimizer.name} alone, got "
-        f"{amount(capacity)}; {' or '.join(helps)} would help"
+        f"memory: expected at least {amount(least)} for weights, gradients{with_batch} and {optimizer.name} alone, got "
+        f"{amount(capacity)}{_would_help(helps)}"
     )
 
 
-def _shortage(search: Search, sample, capacity: int) -> str:
-    found, least, size = search.examination, search.smallest(), size_of(sample)
+def _lighter_training(optimizer: OptimizerBytes, model, processes, missing: float) -> list[str]:
+    """Return changes that free at least `missing` bytes of gradients and of the optimizer's state in a process."""
+    state, gradients = (size // processes.shards for size in (optimizer.state, optimizer.gradients))
+    helps = []
+    if state and state >= missing:
+        helps.append(f"an optimizer without state ({amount(state)} less than {optimizer.name})")
+    is_whole = all(parameter.requires_grad for parameter in model.parameters())
+    if is_whole and state + gradients >= missing:
+        helps.append(f"LoRA (up to {amount(state + gradients)} less for gradients and state)")
+    return helps
+
+
+def _would_help(helps: list[str]) -> str:
+    return f"; {' or '.join(helps)} would help" if helps else ""
+
+
+def _smaller_batch(search: Search, least, sample, capacity: int, steps: FakeBlockSteps) -> str:
+    """Return a text for the largest batch with which the settings with the least peak fit, "" for none."""
+    found, size = search.examination, size_of(sample)
+
+    def peak_of(samples: int) -> int | None:
+        try:
+            peak = steps.timeline_of(least.settings, samples).peak().size
+        except Exception:  # for example, values decide shapes
+            return None
+        return max(peak, found.optimizer.update(sample, found.processes, samples / size))
+
+    first = peak_of(size)
+    if size == 1 or first is None:
+        return "" if size == 1 else "a smaller batch"
+    # Steps on fake tensors take nearly, but not exactly, what real ones take.
+    limit = int(FAKE * capacity * min(first / least.peak, 1.0))
+    fitting = largest(peak_of, size, max(first, limit + 1), limit, size)
+    return f"{counted(fitting, 'sample')} in place of {size}" if fitting else ""
+
+
+def _shortage(search: Search, model, sample, capacity: int, steps: FakeBlockSteps) -> str:
+    found, least = search.examination, search.smallest()
     if least is None:
         return f"error: expected a bound that some settings keep, got {search.error:g}"
     if least.peak <= capacity and least.error > search.error:
         return (
-            f"error: expected at least about {digits(least.error * 1.05)} with memory={amount(capacity)} for this model and "
+            f"error: expected at least about {digits(least.error * MORE)} with memory={amount(capacity)} for this model and "
             f"sample, got {search.error:g}"
         )
     helps = []
-    fitting = search.solve(capacity, FEW_LABELS, math.inf)
+    fitting = Search(found, math.inf).fastest(capacity) if found.is_measured else None
     if fitting is not None and fitting.error > search.error:
-        helps.append(f"error={digits(fitting.error * 1.05)}")
-    batch = sum(tensor.nbytes for tensor in tensors_of(sample))
-    fixed = found.update - batch
-    smaller = math.floor(size * 0.95 * (capacity - fixed) / max(least.peak - fixed, 1))
-    if 1 <= smaller < size:
-        helps.append(f"about {smaller} samples in place of {size}")
-    if found.optimizer.state:
-        state = amount(found.optimizer.state)
-        helps.append(f"an optimizer with less state than {found.optimizer.name}'s {state}")
-    if not found.paths:
+        helps.append(f"error={digits(fitting.error * MORE)}")
+    smaller = _smaller_batch(search, least, sample, capacity, steps)
+    if smaller:
+        helps.append(smaller)
+    missing = MATTERS * (least.peak - capacity)
+    helps += _lighter_training(found.optimizer, model, found.processes, missing)
+    if not found.paths and not found.repeated:
         helps.append("blocks to compute again (name them in the argument blocks)")
-    helps.append("LoRA")
     expected = amount(max(int(least.peak), capacity + 1))
-    return (
-        f"memory: expected at least about {expected} for this model and sample, got {amount(capacity)}; "
-        f"{' or '.join(helps)} would help"
-    )
+    return f"memory: expected at least about {expected} for this model and sample, got {amount(capacity)}{_would_help(helps)}"

@@ -74,6 +74,14 @@ def numbered():
     return outer
 
 
+def numbered_lists():
+    """Lists whose names end in numbers; their modules are the blocks, and one list has none."""
+    model = nn.Module()
+    model.list1, model.list2 = (nn.ModuleList([block() for _ in range(n)]) for n in (2, 3))
+    model.list3 = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    return model
+
+
 FOUND = [
     (numbered, None, ["backbone.s1", "backbone.s2.b1", "backbone.s2.b2"]),
     (
@@ -89,6 +97,7 @@ FOUND = [
         None,
         [*(f"stages.{i}.blocks.{j}" for i in range(2) for j in range(2)), "layers.0", "layers.1", "rest.a.0.0", "rest.a.0.1"],
     ),
+    (numbered_lists, None, ["list1.0", "list1.1", "list2.0", "list2.1", "list2.2"]),
     (net, "1.[02]", ["1.0", "1.2"]),
     (net, ["1", "1.0"], ["1"]),
 ]  # fmt: skip
@@ -136,6 +145,24 @@ def test_settings_their_code_and_their_document(settings):
     assert (totals[0] < exact) == changes
     everywhere([], EXACT).apply(models[0])
     assert fewbit.saved_bytes(models[0], x).total == exact
+
+
+def test_the_code_is_the_same_in_all_mixtures():
+    """A block has the bits of its option whatever the rest has, and a comment explains the path ''."""
+    blocks = {"1.0": Option(4), "1.1": EXACT, "1.2": Option(2)}
+    assert Settings(blocks).code == (
+        "# '': the whole model, which stays exact but for the paths after it\n"
+        "fewbit.compress_(model, fewbit.FixedBits(4), overrides={'': None, '1.0': 4, '1.2': 2})"
+    )
+    quantizers = []
+    for rest in (None, 4, 2):
+        model = net()
+        for each in model[1]:
+            each.append(nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, 0.0))
+        Settings(blocks, rest).apply(model)
+        assert "#" not in Settings(blocks, 4).code
+        quantizers.append([repr(getattr(one, "quantizer", None)) for one in model[1].modules()])
+    assert quantizers[0] == quantizers[1] == quantizers[2]
 
 
 def test_names_of_options():
@@ -209,8 +236,8 @@ def test_the_result_is_saved_and_loaded(tmp_path):
         "4 bits",
         "recompute, input 8 bits, 2 bits",
         "rest",
-        "next faster: 1.00 GiB",
-        "next smaller: 256.00 MiB",
+        "the next faster choice: 1.00 GiB",
+        "the next smaller choice: 256.00 MiB",
     ):
         assert part in text
     assert one.better.seconds == 1.0 and one.smaller.peak == 2**28
@@ -224,5 +251,13 @@ def test_a_result_applies_to_a_model_with_these_blocks_only():
     model = net()
     one = result()
     one.apply(model)
-    with pytest.raises(InputError, match="expected a glob that matches a module"):
-        one.apply(nn.Sequential(nn.Linear(2, 2)))
+    other = nn.Sequential(nn.Linear(2, 2))
+    message = "expected one with the blocks of Net, for which .*, got a Sequential without '1.0'"
+    with pytest.raises(InputError, match=message) as error:
+        one.apply(other)
+    assert "\n" not in str(error.value) and type(other[0]) is nn.Linear
+    with pytest.raises(InputError, match="expected a torch.nn.Module, got int"):
+        one.apply(3)
+    headed = result(settings=Settings(MIXED.blocks, None, "head"))
+    with pytest.raises(InputError, match="a Sequential without 'head'"):
+        headed.apply(model)

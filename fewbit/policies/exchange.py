@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import distributed
 
-from fewbit.runtime.parallel.process_groups import ProcessGroups, is_distributed_run, process_groups
+from fewbit.runtime.parallel.process_groups import is_distributed_run, process_groups
 
 LAG = 4
 """The number of forward passes from a measurement's end to its use, the same in several processes on GPUs."""
@@ -13,14 +13,14 @@ LAG = 4
 
 def groups_of(module) -> tuple:
     """Return the process groups over which measurements are gathered, tensor parallelism included; () for one process."""
-    groups = process_groups(module) if is_distributed_run() else ProcessGroups()
+    if not is_distributed_run():
+        return ()
+    groups = process_groups(module)
     return groups.data + groups.tensor
 
 
 def lag_of(module, groups) -> int:
-    """Return the lag of a measurement in a forward pass of `module`."""
-    if not groups:
-        return 0
+    """Return the lag of a measurement in a forward pass of `module` that several processes run."""
     parameter = next(module.parameters(), None)
     kind = "cpu" if parameter is None else parameter.device.type
     reached = [device.type for device in groups[0]._device_types]

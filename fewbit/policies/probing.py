@@ -178,7 +178,8 @@ class ProbingPolicy(BitPolicy):
         with self._lock:
             path = vars(module).get(PATH, "")
             if self._counts(groups):
-                assignment.probe = self._next_probe(path, groups, lag_of(module, groups))
+                lag = lag_of(module, groups) if groups else 0
+                assignment.probe = self._next_probe(path, groups, lag)
         self.apply_to(assignment)
         return assignment
 

@@ -156,8 +156,8 @@ def test_groups_that_are_too_large_are_refused(backend, kind):
         lambda: quantizer_ops.squares(x, 288, kind=kind),
         lambda: quantizer_ops.dequantize(packed, ranges, 2, 288, *place, kind=kind),
         lambda: quantizer_ops.dequantize_op(packed, ranges, 2, 288, *place, kind),
-        lambda: quantizer_ops.dequantize_samples(
-            packed, ranges, widths.to(backend.device), 2, 288, *place, kind=kind
+        lambda: quantizer_ops.dequantize(
+            packed, ranges, 0, 288, *place, widths.to(backend.device), kind=kind
         ),
     ):
         with pytest.raises(InputError, match=message):

@@ -108,25 +108,6 @@ def rounding_variance(x, samples, group_size, normalize, bits, generator):
     return (rows.square().mean(1) / 2).float()
 
 
-def dequantize_samples(
-    packed,
-    ranges,
-    widths,
-    samples,
-    group_size,
-    size,
-    stride,
-    dtype,
-    affine=None,
-    kind=UNIFORM,
-    mask=None,
-    channels=None,
-):
-    """Dequantize the results of `quantize_samples`, as `dequantize` does."""
-    settings = widths, affine, kind, mask, channels
-    return _dequantized(packed, ranges, 0, group_size, size, stride, dtype, settings, samples)
-
-
 def dequantize(
     packed,
     ranges,
@@ -145,18 +126,11 @@ def dequantize(
 
     The other arguments are those of `reference_quantizer.dequantize`.
     """
-    settings = widths, affine, kind, mask, channels
-    return _dequantized(packed, ranges, bits, group_size, size, stride, dtype, settings)
-
-
-def _dequantized(
-    packed, ranges, bits, group_size, size, stride, dtype, settings, samples=None
-) -> torch.Tensor:
     is_wide = dtype is torch.float64
     narrow = torch.float32 if is_wide else dtype
     out = torch.empty_strided(size, stride, dtype=narrow, device=packed.device)
-    rows = out if samples is None or out.shape[0] == samples else out.view(samples, -1)
-    backends.of(packed).dequantize(packed, ranges, bits, group_size, rows, *settings)
+    settings = widths, affine, kind, mask, channels
+    backends.of(packed).dequantize(packed, ranges, bits, group_size, out, *settings)
     return out.double() if is_wide else out
 
 

@@ -71,24 +71,27 @@ class QuantizedTensorSpec(NamedTuple):
         """
         if affine is not None and not (affine[0] is affine[1] is None):
             return self._dequantize_mapped(tensors, dtype or self.dtype, affine)
-        if self.slot is None and self.samples is None and _have_memory(tensors):
+        if self.slot is None and _have_memory(tensors):
             return self._by_kernel(tensors, dtype or self.dtype)
         return self._dequantize(tensors, dtype or self.dtype)
 
     def _by_kernel(self, tensors, dtype, affine=None):
-        packed, ranges = tensors[0], tensors[1]
-        mask = tensors[-1] if self.has_mask else None
-        channels = tensors[2] if self.has_channels else None
+        packed, ranges = tensors[:2]
+        bits, samples, widths = self.bits, self.samples, None
         is_wide = dtype is torch.float64
-        out = torch.empty_strided(
+        out = rows = torch.empty_strided(
             self.size,
             self.stride,
             dtype=torch.float32 if is_wide else dtype,
             device=packed.device,
         )
-        backends.of(packed).dequantize(
-            packed, ranges, self.bits, self.group_size, out, None, affine, self.kind, mask, channels
-        )
+        if samples is not None:
+            bits, widths = 0, tensors[2]
+            rows = out if self.size[0] == samples else out.view(samples, -1)
+        mask = tensors[-1] if self.has_mask else None
+        channels = tensors[-1 - self.has_mask] if self.has_channels else None
+        how = widths, affine, self.kind, mask, channels
+        backends.of(packed).dequantize(packed, ranges, bits, self.group_size, rows, *how)
         return out.double() if is_wide else out
 
     def _dequantize_mapped(self, tensors, dtype, affine):
@@ -101,7 +104,7 @@ class QuantizedTensorSpec(NamedTuple):
             fits = prod(self.size) >= self.samples * groups.LEAST_FEATURES
         if fits and (_have_memory(tensors) or is_plain(tensors[0])):
             affine = flat(scale), flat(shift), inner
-            if self.slot is None and self.samples is None:
+            if self.slot is None:
                 return self._by_kernel(tensors, dtype, affine)
             if not restoring.is_changed(self):
                 return self._dequantize(tensors, dtype, affine)
@@ -155,21 +158,12 @@ class QuantizedTensorSpec(NamedTuple):
 
     def _values(self, tensors, dtype, affine):
         packed, ranges = tensors[:2]
-        widths = list(
-            tensors[2:]
-        )  # which Dynamo of torch 2.11 takes for a tuple after a starred assignment
-        mask = widths.pop() if self.has_mask else None
-        channels = widths.pop() if self.has_channels else None
-        place = self.bits, self.group_size, self.size, self.stride
-        if not is_plain(packed):
-            how = self.kind, mask, channels
-            return quantizer_ops.dequantize_op(packed, ranges, *place, dtype, *how)
-        how = {"affine": affine, "kind": self.kind, "mask": mask, "channels": channels}
-        if not widths:
-            return quantizer_ops.dequantize(packed, ranges, *place, dtype, **how)
-        return quantizer_ops.dequantize_samples(
-            packed, ranges, *widths, self.samples, *place[1:], dtype, **how
-        )
+        if is_plain(packed):
+            return self._by_kernel(tensors, dtype, affine)
+        mask = tensors[-1] if self.has_mask else None
+        channels = tensors[-1 - self.has_mask] if self.has_channels else None
+        place = self.bits, self.group_size, self.size, self.stride, dtype
+        return quantizer_ops.dequantize_op(packed, ranges, *place, self.kind, mask, channels)
 
 
 def _have_memory(tensors) -> bool:

@@ -38,6 +38,7 @@ class TensorSlot(NamedTuple):
         user: the name of the layer that dequantizes the tensor, if it is not the layer that saved it and a probe
             measures the forward pass; else None.
         kind: the kind of the group quantizer's copies, "uniform" or "rotated".
+        rounds_up: whether the average is rounded up, not down, to whole bits.
     """
 
     name: tuple[str, int]
@@ -47,17 +48,14 @@ class TensorSlot(NamedTuple):
     rounding: object = None
     user: str | None = None
     kind: str = UNIFORM
+    rounds_up: bool = False
 
     def total(self, samples: int) -> int:
-        return _total_bits(self.average, samples, self._rounds_up)
+        return _total_bits(self.average, samples, self.rounds_up)
 
     def uniform(self) -> int:
         """Return the whole bits per element if they are not divided."""
-        return _total_bits(self.average, 1, self._rounds_up)
-
-    @property
-    def _rounds_up(self) -> bool:
-        return self.assignment is not None and self.assignment.rounds_up and not self.is_fixed
+        return _total_bits(self.average, 1, self.rounds_up)
 
 
 @lru_cache(maxsize=4096)
@@ -164,7 +162,8 @@ class BitAssignment:
         """Return the slot `name`, as `TensorSlot` describes it, with the policy's average, if any."""
         if not is_fixed and name in self.averages:
             average = self.averages[name]
-        return _new(TensorSlot, (name, average, is_fixed, self, None, None, kind))
+        rounds_up = self.rounds_up and not is_fixed
+        return _new(TensorSlot, (name, average, is_fixed, self, None, None, kind, rounds_up))
 
     def activation_bits(self, name: str, default: int) -> int:
         return self.activations.get(name, default)
@@ -220,6 +219,6 @@ def _has_planes(x, channels: int) -> bool:
 def batch_size(inputs) -> int | None:
     """Return the size of dimension 0 of the first tensor among the inputs, or None."""
     for value in inputs:
-        if isinstance(value, torch.Tensor) and value.dim():
-            return len(value)
+        if isinstance(value, torch.Tensor) and value.ndim:
+            return value.shape[0]
     return None

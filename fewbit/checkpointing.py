@@ -411,8 +411,6 @@ def _save(x: Tensor, number: int, bits: int, group_size: int) -> SavedTensors:
         seed = library.new_seed(x)
     else:
         seed = context.saving(x).seed(x, purpose("checkpoint", number))
-        if context.count.is_open:
-            context.count.add(x, bits)
     kind = usual_kind(ROTATED, group_size)
     channels = channels_of(x, usual_features(x.dim())) if kind == ROTATED else 0
     settings = seed, bits, group_size, kind, channels

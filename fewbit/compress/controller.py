@@ -71,19 +71,15 @@ class Controller:
 
     @property
     def average_bits(self) -> float | None:
-        """The latest average bits per element of quantized tensors; None if nothing is quantized (level L0).
+        """The latest average bits per element that a policy has chosen, or the argument `bits`.
 
-        Fixed bits are counted in the first forward pass in training. Before it, and in compiled code, they are the argument
-        `bits`, or None with `overrides`.
+        None if nothing is quantized (level L0), and with fixed bits and `overrides`.
         """
         if isinstance(self.config, Level) and self.config.config is None:
             return None
-        if self._policy is not None:
-            return float(self.allocation.bits or self.bounds.bits or self._policy.bits)
-        counted = self.context.count.average
-        if counted is None and self._has_overrides:
-            return None
-        return float(counted or self.config.initial_bits)
+        if self._policy is None:
+            return None if self._has_overrides else float(self.config.initial_bits)
+        return float(self.allocation.bits or self.bounds.bits or self._policy.bits)
 
     @property
     def _tables(self) -> dict:

@@ -86,38 +86,13 @@ def test_numbers_stand_for_configurations(given, expected, average):
     assert controller.config == expected and controller.average_bits == average
 
 
-def test_average_bits_are_those_of_all_quantized_elements():
-    """The first layer's input has 1 bit more; with overrides, nothing is known before a forward pass."""
-    sizes = {"0": 32 * 64, "1": 32 * 256, "2": 32 * 128}
-    for overrides, bits in (
-        ({}, {"0": 5, "1": 4, "2": 4}),
-        ({"1": 8}, {"0": 5, "1": 8, "2": 4}),
-        ({"": None, "1": 8, "2": 2}, {"1": 8, "2": 2}),
-        ({"": None}, {}),
-    ):
-        model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 128), nn.Linear(128, 8))
-        controller = fewbit.compress_(model, 4, overrides=overrides, verbose=False)
-        assert controller.average_bits == (None if overrides else 4)
-        model.eval()(torch.randn(8, 64))
-        for samples in (32, 8):  # a smaller batch has the same average
-            model.train()(torch.randn(samples, 64)).sum().backward()
-            elements = sum(sizes[name] for name in bits)
-            expected = sum(bits[name] * sizes[name] for name in bits) / elements if bits else None
-            assert controller.average_bits == expected
-
-
-@pytest.mark.parametrize("everything", [False, True])
-def test_average_bits_with_regions(everything):
-    """The quantized inputs of checkpointed regions count, and what a region saves counts once."""
-    block = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-    model = nn.Sequential(nn.Linear(64, 64), block).train()
-    fewbit.checkpoint_(model, 8, include="1")
-    layers = {"everything": everything}
-    controller = fewbit.compress_(
-        model, 2, include=["1.0", "1.2"], layers=layers, overrides={"1.2": 4}, verbose=False
-    )
-    model(torch.randn(64, 64)).sum().backward()
-    assert controller.average_bits == (8 + 2 + 4) / 3
+def test_fixed_bits_have_no_average_with_overrides():
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 128))
+    assert fewbit.compress_(model, 4, verbose=False).average_bits == 4
+    overrides = {"1": 8}
+    assert fewbit.compress_(model, 4, overrides=overrides, verbose=False).average_bits is None
+    policy = fewbit.AdaptiveBits(3)
+    assert fewbit.compress_(model, policy, overrides=overrides, verbose=False).average_bits == 3
 
 
 @pytest.mark.parametrize(

@@ -240,8 +240,6 @@ def _copied(x, rule: Rule, settings: GraphSettings, name: str, context) -> Saved
     def quantize(x, bits, kind):
         kind = usual_kind(kind, settings.group_size)
         seed = context.saving(x).seed(x, purpose(name))
-        if context.count.is_open:
-            context.count.add(x, bits)
         given = seed, bits, settings.group_size, kind
 
         def save(x):

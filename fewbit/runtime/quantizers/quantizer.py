@@ -291,8 +291,6 @@ class Quantizer:
             tensors = (*tensors, mask)
         if offload.running.entered:
             offload.mark(*tensors)
-        if self.context is not None and self.context.count.is_open:
-            self.context.count.add(x, bits)
         how = self.group_size, kind, mask is not None, channels > 0
         spec = spec_of(x.shape, stride, dtype, bits, *how)
         return _new(SavedTensors, (tensors, spec, None, False))
@@ -391,8 +389,6 @@ class Quantizer:
         if made is None:
             return None
         codes, packed, ranges = made
-        if self.context.count.is_open:
-            self.context.count.add(y, self.bits)
         if offload.running.entered:
             offload.mark(packed, ranges)
         spec = self._spec(y, self.bits, kind)._replace(has_mask=is_masked)

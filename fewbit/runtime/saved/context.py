@@ -40,23 +40,6 @@ def measuring(observation=None):
         running.measured = before
 
 
-class BitCount:
-    """The elements that the first forward pass in training quantizes, and their bits, if bits are fixed."""
-
-    def __init__(self):
-        self.is_open = True
-        self.elements = self._bits = 0
-
-    def add(self, x: torch.Tensor, bits: int) -> None:
-        self.elements += x.numel()
-        self._bits += bits * x.numel()
-
-    @property
-    def average(self) -> float | None:
-        """The average bits per element, or None."""
-        return self._bits / self.elements if self.elements else None
-
-
 class ForwardContext:
     """The state that the layers of one converted model share.
 
@@ -72,7 +55,6 @@ class ForwardContext:
         salt: up to 16 bytes; another salt gives other seeds if all else is equal.
         is_distributed: whether several processes may train the model.
         has_fixed_point: whether a norm has ever shared a fixed-point copy.
-        count: the `BitCount` of the first forward pass.
         consumers: {(number, input shape, input dtype) of an activation: quantizer of its consumer}, from earlier
             forward passes.
     """
@@ -84,7 +66,6 @@ class ForwardContext:
         self.is_private = is_private
         self.salt = b""
         self.has_fixed_point, self.consumers = False, {}
-        self.count = BitCount()
         self._regions = weakref.WeakKeyDictionary()  # {region: _Region}
         self._whole = weakref.WeakSet()  # regions around whole forward passes
         self.is_distributed = False
@@ -235,8 +216,6 @@ class ForwardContext:
 
     def end(self, forward: Forward) -> None:
         """Drop the copies of regions, unless a region that still runs contains the forward pass."""
-        if self.count.elements:
-            self.count.is_open = False
         is_over = forward.hook is None or self.is_private or self._contains(forward)
         if is_over and self._local.latest is not None:
             self._local.forget_runs()

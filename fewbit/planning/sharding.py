@@ -67,6 +67,7 @@ class ShardedWeights:
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], memory, processes: Processes):
         self.shards, self.memory = processes.shards, memory
+        self.has_gloo = self.shards > 1 and next(model.parameters()).device.type == "cpu"
         known: set[int] = set()
         self.weights, self.gradients = [], []
         for module in (*blocks, model):
@@ -93,21 +94,28 @@ class ShardedWeights:
         gathered: set[int] = set()
         of_block: dict[object, int] = {}  # gradients that are whole
         of_rest: dict[object, int] = {}
-        buffers = {"gather": 0, "reduce": 0}
+        buffers = {"gather": 0, "reduce": 0, "ahead": 0}
         is_forward = True
 
         def during(name, change):
             found.append(Event(name, change))
 
-        def buffer(name, size):
-            during(name, size)
-            during(name, -buffers[name])
-            buffers[name] = size
+        def gather(size):
+            if shards > 1:  # a process without others copies its weights
+                during("gather", size)
+                during("gather", -buffers["gather"])
+                buffers["gather"] = size
 
         def reduced(gradients):
-            buffer("reduce", int(self.reduced * sum(gradients.values())))
-            for key, size in gradients.items():
-                found.append(Event(key, int(kept * size) - size))
+            size = int(self.reduced * sum(gradients.values()))
+            during("reduce", -buffers["reduce"])
+            during("reduce", size)
+            buffers["reduce"] = size
+            for key, whole in gradients.items():
+                found.append(Event(key, int(kept * whole) - whole))
+            if self.has_gloo:  # its reduction works on a copy
+                during("copy", size)
+                during("copy", -size)
             gradients.clear()
 
         def leave(block):
@@ -115,12 +123,15 @@ class ShardedWeights:
                 gathered.remove(block)
                 during(("weights", block), -self.weights[block])
 
-        def ahead(block, sign):
-            """Gather the weights of the block before, or have done so."""
-            during(("ahead", block), sign * self.weights[block - 1] if block else 0)
+        def ahead(block):
+            """Free the gathered weights of a block, which are copied by now, and gather those of the block before."""
+            size = self.weights[block - 1] if block and shards > 1 else 0
+            during("ahead", -buffers["ahead"])
+            during("ahead", size)
+            buffers["ahead"] = size
 
-        buffer("gather", self.weights[-1])
-        for one in whole.happened:
+        gather(self.weights[-1])
+        for one in _ends_first(whole.happened):
             if isinstance(one, Event):
                 found.append(one)
                 if getattr(one.key, "role", None) == GRADIENTS and not is_forward:
@@ -130,21 +141,32 @@ class ShardedWeights:
             if one.kind == ENTER or (one.kind == BEGIN and one.block not in gathered):
                 found.append(one)
                 if is_forward:
-                    buffer("gather", self.weights[one.block])
+                    gather(self.weights[one.block])
                 gathered.add(one.block)
                 during(("weights", one.block), self.weights[one.block])
                 if not is_forward:
-                    ahead(one.block, 1)
+                    ahead(one.block)
                 continue
             if one.kind == LEAVE:
                 leave(one.block)
             elif one.kind == LOSS:
                 is_forward = False
-                buffer("gather", 0)
+                gather(0)
             elif one.kind == END and one.block in gathered:
-                reduced(of_block)
                 leave(one.block)
-                ahead(one.block, -1)
+                reduced(of_block)
             found.append(one)
+        during("weights", -self.weights[-1])
         reduced(of_rest)
         return Timeline(existing, found)
+
+
+def _ends_first(happened: list[Event | Mark]) -> list[Event | Mark]:
+    """Put the end of a block's backward pass before the begin of the next one, as FSDP2 does, if both are at one tensor."""
+    found = list(happened)
+    for number in range(len(found) - 1):
+        first, second = found[number : number + 2]
+        if isinstance(first, Mark) and isinstance(second, Mark):
+            if (first.kind, second.kind) == (BEGIN, END):
+                found[number : number + 2] = second, first
+    return found

@@ -1,12 +1,14 @@
 """`fewbit.fit_` in two processes: one choice for all, and the peak of a process under DDP and FSDP2."""
 
 import tempfile
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import most_bytes
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -16,7 +18,9 @@ import fewbit
 from fewbit.errors import GradientError, InputError
 from fewbit.functional import losses
 from fewbit.planning import costs, examination
-from fewbit.planning.block_settings import EXACT, RECOMPUTED, Option
+from fewbit.planning.all_ranks import Processes
+from fewbit.planning.block_settings import EXACT, RECOMPUTED, Option, everywhere
+from fewbit.planning.block_steps import OptimizerBytes, RealBlockSteps
 
 WORDS, WIDTH, LAYERS = 100, 128, 3
 
@@ -175,6 +179,46 @@ def a_saved_choice_is_applied_in_all(rank):
     assert saved[0] == saved[1]
 
 
+def a_process_alone_has_no_buffers_of_collectives(rank):
+    """In a group of one, weights are copied, and the predicted peaks are within 0.2 % of the real ones."""
+    own = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "own"))["own"]
+    alone = Processes("fsdp", 1)
+    paths = [f"encoder.layers.{number}" for number in range(LAYERS)]
+    for option in EXACT, RECOMPUTED, Option(4, True, 8):
+        for rows, words in ((2, WORDS), (8, WORDS), (2, 4000)):
+            model, batch = start(rank, rows, words)
+            blocks = [model.get_submodule(path) for path in paths]
+            memory = OptimizerBytes(model, torch.optim.SGD, on_gpu=False)
+            steps = RealBlockSteps(model, blocks, batch, loss, memory, False, alone)
+            peak = steps.timeline_of(everywhere(paths, option)).peak().size
+            predicted = max(peak, memory.update(batch, alone))
+            most = measured(sharded(model, mesh=own), batch)
+            assert abs(most - predicted) < 0.002 * most, (option, rows, words, most, predicted)
+
+
+def one_process_with_too_little_memory(rank):
+    """Its real steps raise an error, so both examine on fake tensors, and take one choice, which fits."""
+    model, batch = start(rank)
+    real, left = RealBlockSteps.timeline_of, [3]
+
+    def timeline_of(self, *args, **options):
+        left[0] -= rank
+        if left[0] == 0:
+            raise MemoryError
+        return real(self, *args, **options)
+
+    memory = 12 * 2**20
+    with patch.object(RealBlockSteps, "timeline_of", timeline_of):
+        found = fit(model, batch, memory, parallel="ddp")
+    assert left == [3 - 3 * rank]
+    assert any("nothing was run" in note for note in found.notes) and found.code
+    settings, peaks = gathered(found.settings), gathered(found.peak)
+    assert settings[0] == settings[1] and peaks[0] == peaks[1] <= memory
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    peak = measured(DistributedDataParallel(model), batch, gradients)
+    assert max(gathered(peak)) <= 1.01 * memory
+
+
 CASES = (
     one_choice_with_ddp,
     one_choice_with_fully_shard,
@@ -182,5 +226,7 @@ CASES = (
     a_loss_in_chunks_outside_of_shards,
     a_loss_in_chunks_that_is_refused,
     an_error_in_one_process_is_raised_in_all,
+    one_process_with_too_little_memory,
+    a_process_alone_has_no_buffers_of_collectives,
     a_saved_choice_is_applied_in_all,
 )

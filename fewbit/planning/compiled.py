@@ -15,8 +15,8 @@ def uncompiled(model):
 
 
 @contextmanager
-def in_eager_mode(model: nn.Module) -> Iterator[None]:
-    """Return a context manager in which modules that `Module.compile` has compiled run in eager mode."""
+def in_eager_mode(model: nn.Module) -> Iterator[dict[nn.Module, object]]:
+    """Return a context manager in which modules that `Module.compile` has compiled run in eager mode. It yields these."""
     before = {
         module: call
         for module in model.modules()
@@ -25,7 +25,7 @@ def in_eager_mode(model: nn.Module) -> Iterator[None]:
     try:
         for module in before:
             module._compiled_call_impl = None
-        yield
+        yield before
     finally:
         for module, call in before.items():
             module._compiled_call_impl = call

@@ -110,11 +110,15 @@ def fit_(
     capacity = capacity_of(memory, "memory")
     if capacity is None:
         raise InputError("memory: expected a size such as '24 GiB', got None")
-    model = uncompiled(model)
-    with in_eager_mode(model) if isinstance(model, nn.Module) else nullcontext():
+    given, model = model, uncompiled(model)
+    with in_eager_mode(model) if isinstance(model, nn.Module) else nullcontext() as compiled:
         check_model(model)
         result = _fitted(
             model, sample, capacity, optimizer, loss, error, blocks, accumulates, parallel, progress
+        )
+    if compiled or given is not model:
+        result.notes += (
+            "the model is compiled: bytes and times are those of eager mode, and the next call compiles it anew",
         )
     if verbose:
         terminal.show(result)

@@ -66,6 +66,7 @@ def test_steps_fit_and_keep_the_error(monkeypatch, seed):
         memory, bound = int(part * exact_peak), 0.02
         state = torch.get_rng_state()
         found = fit(model, batch, memory, error=bound)
+        assert found.notes == ()
         assert torch.equal(torch.get_rng_state(), state)
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -330,6 +331,7 @@ def test_a_compiled_model_is_compiled_anew(monkeypatch, compiled, memory):
     found = fit(before, batch, memory)
     assert [module._compiled_call_impl for module in model.modules()] == codes
     assert found.model == "Language" and found.code
+    assert found.notes[-1].startswith("the model is compiled: bytes and times are those of eager")
     twin = language(layers=3, dropout=0.0)[0]
     found.apply(twin)
     after = compiled(twin)

@@ -150,10 +150,10 @@ class Settings:
     def code(self) -> str:
         """Python code that applies the options to `model`."""
         candidate = self.candidate
-        comment = ("# '': the whole model, which stays exact but for the paths after it",)
-        return "\n".join(
-            (comment if "" in candidate.options.get("overrides", ()) else ()) + candidate.calls
-        )
+        calls = list(candidate.calls)
+        if "" in candidate.options.get("overrides", ()):
+            calls.insert(-1, "# '': the whole model, which stays exact but for the paths after it")
+        return "\n".join(calls)
 
     def to_dict(self) -> dict:
         """Return plain JSON values."""

@@ -195,8 +195,10 @@ def _chosen(
 
     with mixed_precision([*find_blocks(model, blocks).values(), model], processes.precision):
         found = processes.together(examined)
-        if not all(processes.all(found.is_measured)):
-            found = processes.together(on_fake_tensors)
+        are_measured = processes.all(found.is_measured)
+        if any(are_measured) and not all(are_measured):
+            first = found
+            found = processes.together(lambda: on_fake_tensors() if first.is_measured else first)
         found.agree()
         search = Search(found, error)
         chosen = search.fastest(capacity)

@@ -130,6 +130,26 @@ def test_what_is_missing_is_said(make):
 
 
 @pytest.mark.slow
+def test_a_model_on_the_meta_device_is_examined_once(monkeypatch):
+    """One step for each option, and one that shows in which order blocks are called."""
+    steps = FakeBlockSteps.timeline_of
+    settings = []
+
+    def timeline_of(self, one, *args):
+        settings.append(one)
+        return steps(self, one, *args)
+
+    monkeypatch.setattr(FakeBlockSteps, "timeline_of", timeline_of)
+    monkeypatch.setattr(examination, "OPTIONS", (Option(), Option(4), RECOMPUTED))
+    with torch.device("meta"):
+        model, batch = Language(layers=2).train(), torch.empty(8, 64, dtype=torch.long)
+    fit(model, batch, 2**30)
+    rests = len(examination.BITS_OF_REST[1:])
+    chunks = sum(one.head is not None for one in settings)
+    assert len(settings) == 1 + 3 + rests + chunks + 1  # the last measures the choice
+
+
+@pytest.mark.slow
 def test_the_smallest_choice_remains_if_no_other_is_found(monkeypatch):
     """The measured peaks of other choices may exceed their predictions; the message that nothing fits would be wrong."""
     monkeypatch.setattr(sys.modules["fewbit.planning.fit"], "ATTEMPTS", 0)

@@ -154,6 +154,8 @@ def test_the_code_is_the_same_in_all_mixtures():
         "# '': the whole model, which stays exact but for the paths after it\n"
         "fewbit.compress_(model, fewbit.FixedBits(4), overrides={'': None, '1.0': 4, '1.2': 2})"
     )
+    lines = Settings(blocks, None, "head").code.splitlines()
+    assert lines[0] == "fewbit.chunk_loss_(model, 'head')" and lines[1].startswith("# ''")
     quantizers = []
     for rest in (None, 4, 2):
         model = net()

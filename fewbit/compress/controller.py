@@ -69,6 +69,12 @@ class Controller:
         """A table with the error that ErrorBound now allows for each saved tensor; empty for other configurations."""
         return self._tables.get("bounds", Bounds(empty="bounds are found with fewbit.ErrorBound"))
 
+    def __call__(self, *_, **__):
+        """Raise InputError: `compress_` changed the model in place, so the model is to be called."""
+        raise InputError(
+            "expected a call of the model, which compress_ changed in place, got one of its controller"
+        )
+
     @property
     def average_bits(self) -> float | None:
         """The latest average bits per element that a policy has chosen, or the argument `bits`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from fewbit.config import ACTIVATION_BITS, check_bits, check_verbose
@@ -41,6 +43,9 @@ def replace_activations_(
     check_verbose(verbose)
     settings = ResolvedSettings(activation_bits=bits, families=(kinds.ACTIVATION,))
     report = convert(model, settings, Selection(include, exclude)).report
+    if not (report.converted or report.left_alone):
+        note = "no activation of torch.nn or transformers was found; fewbit.Pointwise applies one of your own"
+        report = replace(report, notes=(note,))
     if verbose:
         terminal.show(report)
     return report

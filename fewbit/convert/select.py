@@ -18,6 +18,8 @@ from fewbit.runtime.interop.module_calls import class_of
 
 Filter = str | Iterable[str] | Callable[[str, nn.Module], bool]
 """One or several glob patterns of dotted module paths, or a function (path, module) -> bool."""
+SHOWN = 6
+"""The most modules that a message names."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,21 @@ def _matches(found: list[_Place], which: Filter, name: str) -> list[bool]:
         if not any(of_glob):
             paths = [path for place in found for path in place.paths]
             raise InputError(
-                f"{name}: expected a glob that matches a module, got {glob!r}{meant(glob, paths)}"
+                f"{name}: expected a glob that matches a module, got {glob!r}{_meant(glob, paths)}"
             )
         result = [a or b for a, b in zip(result, of_glob, strict=True)]
     return result
+
+
+def _meant(glob: str, paths: list[str]) -> str:
+    """Return the end of an error message that suggests another glob, or names the outermost modules."""
+    anywhere = f"*{glob}"
+    if any(is_within(path, anywhere) for path in paths):
+        return f"; did you mean {anywhere!r}?"
+    outermost = [path for path in paths if path and "." not in path][:SHOWN]
+    return meant(glob, paths) or f"; the outermost modules are {', '.join(outermost)}" * bool(
+        outermost
+    )
 
 
 def is_within(path: str, glob: str) -> bool:

@@ -237,7 +237,7 @@ def _check_continuous(
         x = min(found)
         raise FunctionError(
             f"{name} jumps at x = {x!r}: expected a continuous function; choose a domain (--domain)"
-            " without that point, or pass it in kinks= to fewbit.solve"
+            " without that point, or pass it in kinks= to fewbit.solve; Pointwise takes the table as table="
         )
 
 

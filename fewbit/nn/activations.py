@@ -323,12 +323,19 @@ class Pointwise(_FewBit, nn.Module):
         bits: bits of the code that is saved for each element, 1 to 8.
         table: a `fewbit.Table` for the callable; by default the solver makes one. The table of another function is refused, if
             the table's function is known: here if the callable can be called now, else in the first call.
+
+    Raises:
+        InputError: `function` cannot be called, or is a class.
     """
 
     calls_others = True
 
     def __init__(self, function: Callable, **kwargs: Any):
         super().__init__(**kwargs)
+        if not callable(function) or isinstance(function, type):
+            raise InputError(
+                f"function: expected a callable that takes a tensor, such as a function or a module, got {shorten(function)}"
+            )
         self.function = function
         if self.table is not None:
             check_table(function, self.table)

@@ -252,7 +252,8 @@ def candidate_of(setting) -> Candidate:
         raise InputError(
             f"expected {EXACT!r}, {CHECKPOINT!r}, bits or a fewbit.Candidate, got {shorten(setting)}"
         )
-    return Candidate("", setting)
+    is_fixed = not isinstance(setting, BitConfig) or isinstance(setting, FixedBits)
+    return Candidate("" if is_fixed else type(setting).__name__, setting)
 
 
 def _read(name: str, value):
@@ -378,14 +379,21 @@ def default_candidates(
     return tuple(candidate for candidate in found if candidate.policy in policies)
 
 
-def check_candidates(candidates, name: str = "candidates") -> tuple[Candidate, ...]:
-    """Return one candidate or several as a tuple. Raise InputError, with the argument's `name`, if they are not valid."""
+def check_candidates(candidates, name: str = "candidates", model=None) -> tuple[Candidate, ...]:
+    """Return one candidate or several as a tuple. With a model, names of `default_candidates` stand for these.
+
+    Raises InputError, with the argument's `name`, if they are not valid.
+    """
     is_one = isinstance(candidates, str) or not isinstance(candidates, Iterable)
     given = (candidates,) if is_one else tuple(candidates)
     if not given:
         raise InputError(f"{name}: expected at least one setting, got none")
     try:
-        return tuple(candidate_of(one) for one in given)
+        found: list[Candidate] = []
+        for one in given:
+            is_name = model is not None and isinstance(one, str) and one not in (EXACT, CHECKPOINT)
+            found += default_candidates(model, [one]) if is_name else [candidate_of(one)]
+        return tuple(found)
     except FewbitError as error:
         raise InputError(f"{name}: {error}") from None
 

@@ -151,7 +151,7 @@ class FastestFit(Document):
         )
         step = f"{self.model}, batch {self.batch}: a step with {self.optimizer} takes {amount(self.peak)} of {amount(self.memory)}"
         if not self.code:
-            return f"{step}, so exact training fits, and nothing was changed"
+            return f"{step}, so exact training fits, and the model is exact"
         return (
             f"{step} and {self._time(self.seconds):.2f} of the exact time{error}; exact training takes "
             f"{amount(self.exact_peak)}"

@@ -78,7 +78,8 @@ def plan(
             batch have batch statistics of their own, so the variance between minibatches would be too large.
         loss: Called as ``loss(model, batch)`` with a copy of the model. It returns a scalar tensor, the mean of the
             loss over the samples, such as ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
-        candidates: The settings to measure; by default `default_candidates(model)`, and those of "cross-entropy" if the
+        candidates: The settings to measure: as `fewbit.fits` takes them, or names such as "fixed"
+            (docs/guides/plan.md). By default `default_candidates(model)`, and those of "cross-entropy" if the
             loss function itself calls cross_entropy and they save at least 10 % fewer bytes than those of "fixed".
         share: The largest error with which a candidate may be recommended, as a multiple of the variance between
             minibatches.
@@ -101,7 +102,7 @@ def plan(
     check_model(model)
     check_loss(loss)
     if candidates is not None:
-        candidates = check_candidates(candidates)
+        candidates = check_candidates(candidates, model=model)
     # If batches are parts of a larger tensor, the meter would count the larger tensor.
     batches = [tree_map(alone, one) for one in batches_of(batch)]
     bar = StepsProgress("plan", progress)

@@ -86,6 +86,12 @@ def test_numbers_stand_for_configurations(given, expected, average):
     assert controller.config == expected and controller.average_bits == average
 
 
+def test_the_controller_is_not_the_model():
+    controller = fewbit.compress_(nn.Linear(4, 4), verbose=False)
+    with pytest.raises(fewbit.InputError, match="a call of the model, which compress_ changed"):
+        controller(torch.ones(4))
+
+
 def test_fixed_bits_have_no_average_with_overrides():
     model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 128))
     assert fewbit.compress_(model, 4, verbose=False).average_bits == 4

@@ -2,18 +2,20 @@
 
 import contextvars
 import functools
+import math
 
 import numpy as np
 import pytest
 import torch
 from layers import bytes_by, relative, saved_by
 from samples import DTYPES, gradient, load_table, normal, same
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fewbit
 import fewbit.functional as F
 from fewbit.catalog import store
-from fewbit.errors import FunctionError, TableError
+from fewbit.errors import FunctionError, InputError, TableError
 from fewbit.runtime.activations import callable_tables
 
 
@@ -72,6 +74,19 @@ def test_a_callable_whose_parameters_need_a_gradient_is_refused(table):
             F.pointwise(leaf(normal((4,))), function, table=table)
     y = F.pointwise(leaf(normal((4,))), holds[0], bits=None)
     assert torch.autograd.grad(y.sum(), holds[0].beta)[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        ("gelu", InputError, "function: expected a callable that takes a tensor, .*, got 'gelu'$"),
+        (nn.GELU, InputError, "function: expected a callable that takes a tensor, .*GELU"),
+        (math.tanh, FunctionError, "tanh: expected a callable of tensors, got one that raises"),
+    ],
+)
+def test_what_is_no_callable_of_tensors_is_refused(function, error, message):
+    with pytest.raises(error, match=message):
+        fewbit.Pointwise(function, bits=3)(normal((8,)).requires_grad_())
 
 
 def test_the_table_of_another_function_is_refused():

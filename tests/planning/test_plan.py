@@ -23,7 +23,7 @@ from fewbit import cli
 from fewbit.errors import InputError, OutputExistsError
 from fewbit.models import transformer
 from fewbit.models.workload import workload
-from fewbit.planning.candidates import Candidate, default_candidates
+from fewbit.planning.candidates import Candidate, check_candidates, default_candidates
 from fewbit.planning.loss import FewBitLoss
 from fewbit.planning.plan import plan
 from fewbit.planning.training_plan import TrainingPlan
@@ -174,6 +174,16 @@ def test_the_variance_between_minibatches_is_half_of_squared_differences(several
     assert profile.batches == found.batches == (6 if several else 1)
     sampled = "6 batches of 4" if several else "6 chunks of one batch of 24"
     assert profile.sampled == found.sampled == sampled
+
+
+def test_candidates_by_name():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    given = ["fixed", "exact", fewbit.AdaptiveBits(2), 2]
+    found = check_candidates(given, model=model)
+    assert found[:-3] == default_candidates(model, ["fixed"])
+    assert [one.policy for one in found[-3:]] == ["", "AdaptiveBits", ""]
+    with pytest.raises(InputError, match="^candidates: policy: expected one of fixed, .*'fixd'"):
+        check_candidates(["fixd"], model=model)
 
 
 def test_default_candidates_are_those_that_the_model_has_a_use_for():

@@ -15,6 +15,7 @@ from torch import nn
 
 from fewbit.catalog import store
 from fewbit.errors import FunctionError, TableError
+from fewbit.printable import one_line
 from fewbit.runtime.activations.tables import DEFAULT, text_of
 from fewbit.runtime.interop.bypass import bypass
 from fewbit.runtime.interop.compiler_constants import constant
@@ -173,7 +174,12 @@ def _remember(key, solved: _Solved) -> None:
 
 def _probe(function, device, dtype) -> torch.Tensor:
     with torch.enable_grad(), bypass():
-        values = function(_points(device, dtype))
+        try:
+            values = function(_points(device, dtype))
+        except (TypeError, ValueError) as error:
+            raise FunctionError(
+                f"{name_of(function)}: expected a callable of tensors, got one that raises {one_line(error)}"
+            ) from error
     check_result(function, values)
     return values
 

@@ -154,7 +154,10 @@ def _fit(
         raise FewbitError(
             f"--optimizer: expected a class of torch.optim, such as adamw or sgd, got {optimizer}"
         )
-    name = models.resolve(names[0])
+    try:
+        name = models.resolve(names[0])
+    except FewbitError as error:
+        raise FewbitError(f"{error}; for your own model, call fewbit.fits or fewbit.fit_") from None
     is_text = models.family(name).is_text
     if (image_size if is_text else sequence_length) is not None:
         other = "--image-size" if is_text else "--sequence-length"

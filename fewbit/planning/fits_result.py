@@ -103,11 +103,13 @@ class Fit(Result):
             return lambda row: amount(getattr(row, name), unit)
 
         drops = {"optimizer": 2, "gradients": 3, "weights": 4, "transient": 5, "saved": 6}
+        # If the peak is in the optimizer's step, the settings of layers make no difference.
+        droppable = {"drop": 1} if all(row.phase == "backward" for row in self.rows) else {}
         columns = [
             Column("setting", lambda row: row.setting, "name"),
             *(Column(name, part(name), drop=drops[name]) for name in PARTS),
             Column(f"peak {unit[0]}", part("peak")),
-            Column("in", lambda row: row.phase, "word", drop=1),
+            Column("in", lambda row: row.phase, "word", **droppable),
         ]
         if self.device_bytes is not None:
             columns.append(Column("fits", lambda row: "yes" if row.fits else "no", "word"))

@@ -17,6 +17,8 @@ from fewbit.sizes import counted
 
 ERRORS = ("error", "error_error", "variance", "variance_error", "bias")
 """The fields of `Planned` that are errors."""
+NOISY = 2.0
+"""The ratio of the longest to the shortest exact pass from which times are called unreliable."""
 UNSURE = 0.2
 """The relative standard error of an error above which notes ask for more batches."""
 
@@ -245,6 +247,7 @@ class TrainingPlan(Document):
         noise = digits(self.sampling) + (f" ± {spread_of_noise}" if spread_of_noise else "")
         is_one_pair = self.batches > 1 and not math.isfinite(self.sampling_error)
         unknown = ", a single pair: only 4 batches or more show how exact this variance is"
+        is_noisy = self.exact_seconds_most > NOISY * self.exact_seconds_least
         compiled = []
         if self.compiled_bytes is not None:
             compiled = [
@@ -262,6 +265,13 @@ class TrainingPlan(Document):
             f"time: median of {passes}, forward and backward, over that of exact ones, "
             f"{_seconds(self.exact_seconds)}, here ({self.device}); passes: the shortest to the longest. "
             "Bits that adapt take longer in the few steps that observe",
+            *(
+                [
+                    "exact passes differ much in time, as if other programs ran: do not trust the times"
+                ]
+                if is_noisy
+                else []
+            ),
             *compiled,
         ]
 

@@ -5,8 +5,10 @@ The recomputation starts from rounded inputs. A region is not linear in these, s
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from copy import copy
 from fnmatch import fnmatchcase
 from functools import partial
 from inspect import signature
@@ -56,7 +58,8 @@ _HAS_HOOKS = _HOOKS in signature(torch_checkpoint).parameters
 _OPTIONS = "use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", _HOOKS
 """The arguments of torch's function, other than `preserve_rng_state`."""
 _CHECKS = "default", "none"
-_CONTAINERS = list, tuple, dict
+_DICTS = dict, OrderedDict, defaultdict
+_CONTAINERS = list, tuple, *_DICTS
 BOUNDARIES = Offload(ahead=1)
 """Moves the quantized inputs of regions to the host. `ahead` is 1: a whole region hides the transfer."""
 
@@ -84,8 +87,8 @@ def checkpoint(
     from torch's generator first, so dropout draws other masks than with torch's function. In compiled code, torch's own
     function runs, and nothing is quantized. Arguments that are not listed are those of torch's function.
 
-    The second run gets lists and dicts among `args` as they were before the first. It decides as the first run did: integers, booleans and Python numbers that the region computes from floating tensors are
-    recorded. It changes no buffers, such as running statistics, and reads the values that these had in the first run. Neither holds for code
+    The second run gets lists and dicts among `args` as they were before the first. It decides as the first run did: integers,
+    booleans and Python numbers that the region computes from floating tensors are recorded. It changes no buffers, such as running statistics, and reads the values that these had in the first run. Neither holds for code
     that is compiled within the region.
 
     Args:
@@ -305,26 +308,35 @@ class _AsBefore:
 
     def __init__(self, function, args):
         self._function, self._is_first = function, True
-        self._before = {i: _copied(x) for i, x in enumerate(args) if type(x) in _CONTAINERS}
+        copied, containers = {}, _CONTAINERS
+        self._before = {i: _copied(x, copied) for i, x in enumerate(args) if type(x) in containers}
 
     def __call__(self, *args, **kwargs):
         if self._is_first:
             self._is_first = False
             return self._function(*args, **kwargs)
-        args = [_copied(self._before[i]) if i in self._before else x for i, x in enumerate(args)]
+        copied, before = {}, self._before
+        args = [_copied(before[i], copied) if i in before else x for i, x in enumerate(args)]
         return self._function(*args, **kwargs)
 
 
-def _copied(value):
-    """Copy lists and dicts, also within tuples, but not the tensors in them."""
-    kind = type(value)
-    if kind is dict:
-        return {key: _copied(one) for key, one in value.items()}
+def _copied(value, copied: dict):
+    """Copy lists and dicts, also within tuples, but not the tensors in them. `copied` has copies by the ids of what was copied."""
+    kind, number = type(value), id(value)
     if kind not in _CONTAINERS:
         return value
-    found = kind(map(_copied, value))
-    is_same = kind is tuple and all(a is b for a, b in zip(found, value, strict=True))
-    return value if is_same else found
+    if number in copied:
+        return copied[number]
+    if kind is tuple:
+        found = tuple(_copied(one, copied) for one in value)
+        if all(a is b for a, b in zip(found, value, strict=True)):
+            found = value
+        copied[number] = found
+        return found
+    found = copied[number] = copy(value)
+    for key, one in value.items() if kind in _DICTS else enumerate(value):
+        found[key] = _copied(one, copied)
+    return found
 
 
 class _CheckpointedRegion:

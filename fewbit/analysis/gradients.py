@@ -172,8 +172,14 @@ def check_model(model) -> None:
         raise InputError(
             "model: expected one in training mode, got one in evaluation mode, in which nothing is compressed"
         )
-    if any(map(is_compiled, model.modules())):
-        raise InputError("model: expected one that is not compiled, got one of torch.compile")
+    for path, module in model.named_modules():
+        if is_compiled(module):
+            where = (
+                f" at {path!r}; compile it in place instead, as module.compile()" if path else ""
+            )
+            raise InputError(
+                f"model: expected one that is not compiled, got one of torch.compile{where}"
+            )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError("model: expected parameters that require grad, got none")
 

@@ -31,7 +31,11 @@ def find_blocks(model: nn.Module, which: str | Iterable[str] | None = None) -> d
         return _named(model, which)
     found: dict[str, nn.Module] = {}
     _search(model, "", found)
-    return found or _numbered_blocks(model)
+    # A module may have several paths, of which globs match the first.
+    first = {module: path for path, module in model.named_modules()}
+    return {path: one for path, one in found.items() if first[one] == path} or _numbered_blocks(
+        model
+    )
 
 
 def _search(module: nn.Module, path: str, found: dict) -> None:

@@ -169,17 +169,26 @@ class Examination:
             InputError: the processes have different blocks.
         """
         others = self.processes.all(
-            (self.paths, self.uniform, self.rest, self.forward, self.shares, self.update)
+            (
+                self.paths,
+                self.uniform,
+                self.rest,
+                self.forward,
+                self.shares,
+                self.update,
+                self.failing,
+            )
         )
         if len(others) == 1:
             return
-        paths, uniform, rest, forward, shares, update = zip(*others, strict=True)
+        paths, uniform, rest, forward, shares, update, failing = zip(*others, strict=True)
         if any(one != self.paths for one in paths):
             raise InputError(
                 "parallel: expected the same blocks in all processes, got different ones"
             )
         self.uniform, self.rest = _largest_of(uniform), _largest_of(rest)
         self.options = tuple(self.uniform)
+        self.failing = {name: error for one in failing for name, error in one.items()}
         self.forward, self.update = np.max(forward, 0), max(update)
         self.shares = {key: np.max([one[key] for one in shares], 0) for key in self.shares}
 

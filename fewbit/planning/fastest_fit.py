@@ -120,7 +120,7 @@ class FastestFit(Document):
         """
         check_model(model)
         model = uncompiled(model)
-        known = dict(model.named_modules())
+        known = dict(model.named_modules(remove_duplicate=False))
         paths = [*self.settings.blocks, *([self.settings.head] if self.settings.head else [])]
         missing = [path for path in paths if path not in known]
         if missing:

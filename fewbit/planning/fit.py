@@ -19,7 +19,7 @@ from fewbit.config import check_verbose
 from fewbit.convert.chunked_loss import unchunk_loss_
 from fewbit.convert.swap import restore_
 from fewbit.convert.undo import whole_or_not_at_all
-from fewbit.errors import InputError
+from fewbit.errors import FewbitError, InputError
 from fewbit.planning.all_ranks import Processes
 from fewbit.planning.block_settings import Rest, Settings
 from fewbit.planning.block_steps import FakeBlockSteps, OptimizerBytes
@@ -118,7 +118,7 @@ def fit_(
         )
     if compiled or given is not model:
         result.notes += (
-            "the model is compiled: bytes and times are those of eager mode, and the next call compiles it anew",
+            "the model is compiled: bytes and times are those of eager mode, a compiled step may take more, and the next call compiles it anew",
         )
     if verbose:
         terminal.show(result)
@@ -202,11 +202,16 @@ def _chosen(
         found.agree()
         search = Search(found, error)
         chosen = search.fastest(capacity)
+        relaxed = None
+        if chosen is None and found.is_measured:
+            relaxed = Search(found, math.inf).fastest(capacity)
+            if relaxed is not None and relaxed.error <= error:  # its predicted error was too large
+                chosen = relaxed
         if chosen is None:
             steps = FakeBlockSteps(
                 model, found.paths, sample, loss, bytes_, accumulates, processes, on_gpu
             )
-            raise InputError(_shortage(search, model, sample, capacity, steps))
+            raise InputError(_shortage(search, relaxed, model, sample, capacity, steps))
         return _result(search, chosen, model, sample, capacity)
 
 
@@ -443,7 +448,7 @@ def _smaller_batch(search: Search, least, sample, capacity: int, steps: FakeBloc
     def peak_of(samples: int) -> int | None:
         try:
             peak = steps.timeline_of(least.settings, samples).peak().size
-        except Exception:  # for example, values decide shapes
+        except (RuntimeError, FewbitError):  # for example, values decide shapes
             return None
         return max(peak, found.optimizer.update(sample, found.processes, samples / size))
 
@@ -456,7 +461,10 @@ def _smaller_batch(search: Search, least, sample, capacity: int, steps: FakeBloc
     return f"{counted(fitting, 'sample')} in place of {size}" if fitting else ""
 
 
-def _shortage(search: Search, model, sample, capacity: int, steps: FakeBlockSteps) -> str:
+def _shortage(
+    search: Search, relaxed: Chosen | None, model, sample, capacity: int, steps: FakeBlockSteps
+) -> str:
+    """Return the message; `relaxed` is the fastest choice that fits, whatever its error."""
     found, least = search.examination, search.smallest()
     if least is None:
         return f"error: expected a bound that some settings keep, got {search.error:g}"
@@ -466,11 +474,11 @@ def _shortage(search: Search, model, sample, capacity: int, steps: FakeBlockStep
             f"sample, got {search.error:g}"
         )
     helps = []
-    fitting = Search(found, math.inf).fastest(capacity) if found.is_measured else None
-    if fitting is not None and fitting.error > search.error:
-        helps.append(f"error={digits(fitting.error * MORE)}")
+    if relaxed is not None:
+        helps.append(f"error={digits(relaxed.error * MORE)}")
+    is_exact_enough = not least.error > search.error  # also if it is not known
     smaller = _smaller_batch(search, least, sample, capacity, steps)
-    if smaller:
+    if smaller and is_exact_enough:
         helps.append(smaller)
     missing = MATTERS * (least.peak - capacity)
     helps += _lighter_training(found.optimizer, model, found.processes, missing)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import OrderedDict, defaultdict
 from functools import partial
 
 import pytest
@@ -617,3 +618,21 @@ def test_containers_inside_of_containers_come_back(bits):
     (found,) = torch.autograd.grad(y, weight)
     assert torch.equal(found, torch.full((8, 8), 2.0))
     assert inputs["seen"] == [0] and len(inputs["pair"][1]) == 2
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("kind", [list, OrderedDict, partial(defaultdict, float)])
+def test_a_container_that_is_passed_twice_stays_one(kind, bits):
+    weight = torch.randn(8, requires_grad=True)
+
+    def region(x, written, read):
+        if isinstance(written, list):
+            written.append(x)
+        else:
+            written[0] = x
+        return (weight * read[0] * len(read)).sum()
+
+    shared = kind()
+    y = fewbit.checkpoint(region, torch.full((8,), 3.0), shared, shared, bits=bits)
+    (found,) = torch.autograd.grad(y, weight)
+    assert torch.equal(found, torch.full((8,), 3.0)) and len(shared) == 1

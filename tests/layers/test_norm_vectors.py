@@ -222,6 +222,26 @@ def test_the_bias_of_batch_norm_may_change_before_backward(dims, is_early, add):
         assert relative(a, b) < 0.05
 
 
+@pytest.mark.parametrize("vector", ["weight", "bias"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+def test_vectors_that_change_through_data_before_the_next_layer(norm, vector):
+    """The next layer then saves a copy of the norm's result, which torch saves, too."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(norm(64), nn.Identity(), nn.Linear(64, 8)), normal((32, 64), scale=1.0)
+
+    def change(*_):
+        getattr(model[0], vector).data.add_(1.0)
+
+    def gradient():
+        nn.init.ones_(model[0].weight), nn.init.zeros_(model[0].bias)
+        return torch.autograd.grad(model(x).square().sum(), model[2].weight)[0]
+
+    model[1].register_forward_hook(change)
+    exact = gradient()
+    fewbit.compress_(model, 8, verbose=False)
+    assert relative(gradient(), exact) < 0.02
+
+
 # torch's own rms_norm warns once in a process, in whichever test comes first.
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

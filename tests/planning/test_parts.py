@@ -38,6 +38,14 @@ class Stage(nn.Module):
         self.blocks = nn.Sequential(block(), block())
 
 
+def twice():
+    """Blocks that have two paths."""
+    model = nn.Module()
+    model.net = nn.Module()
+    model.layers = model.net.layers = nn.ModuleList([block(), block()])
+    return model
+
+
 def nested():
     """Two stages of blocks in a list, and a block with a list of its own."""
     model = nn.Module()
@@ -98,6 +106,7 @@ FOUND = [
         [*(f"stages.{i}.blocks.{j}" for i in range(2) for j in range(2)), "layers.0", "layers.1", "rest.a.0.0", "rest.a.0.1"],
     ),
     (numbered_lists, None, ["list1.0", "list1.1", "list2.0", "list2.1", "list2.2"]),
+    (twice, None, ["net.layers.0", "net.layers.1"]),
     (net, "1.[02]", ["1.0", "1.2"]),
     (net, ["1", "1.0"], ["1"]),
 ]  # fmt: skip

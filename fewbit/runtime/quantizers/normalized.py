@@ -18,7 +18,7 @@ from fewbit.runtime.interop.cuda_streams import stream_of
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.probes import restoring
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, flat, unsharded
-from fewbit.runtime.saved.sharing import place_of
+from fewbit.runtime.saved.sharing import address_of, place_of
 
 _IN_KERNELS = torch.float32, torch.float16, torch.bfloat16
 
@@ -84,9 +84,11 @@ def share_result(quantizer, y, saved: SavedTensors, weight, bias, channels=None)
 
 
 def _result_copy(saved: SavedTensors, weight, bias, dtype, channels, before, exposed):
-    """Return the copy of y; None if the bias is no longer at `before`, or may have changed unnoticed."""
+    """Return the copy of y; None if the bias is no longer at `before`, or a vector may have changed unnoticed."""
+    if exposed and not exposed.isdisjoint(map(address_of, (weight, bias))):
+        return None
     if before is not None:
-        if place_of(bias) != before or before[0] in exposed:
+        if place_of(bias) != before:
             return None
         bias = bias.detach().clone()
     spec = AffineResultSpec(saved.spec, dtype, channels)

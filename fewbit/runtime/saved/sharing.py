@@ -49,6 +49,11 @@ def memory_of(x: torch.Tensor, changes: int = 0) -> tuple | None:
     return (*memory, stream_of(x)) if x.is_cuda else memory
 
 
+def address_of(x: torch.Tensor | None) -> int | None:
+    """Return the address of a tensor's storage; None for None."""
+    return None if x is None else x.untyped_storage()._cdata
+
+
 class SharedCopies:
     """The copies that the layers of one model have made in a forward pass, or in one run of a region.
 
@@ -190,6 +195,8 @@ class SharedCopies:
             return None
         saved, version, number, address = found
         is_changed = version._version != number or address in self.exposed
+        if self.exposed:
+            is_changed = is_changed or not self.exposed.isdisjoint(map(address_of, saved.tensors))
         return None if is_changed else saved
 
     # -- Masks ---------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from fewbit.errors import FewbitError, InputError
@@ -53,6 +54,12 @@ class Processes:
     def shards(self) -> int:
         """The number of processes that share weights, gradients and the optimizer's state."""
         return self.count if self.kind == FSDP else 1
+
+    def uses_gloo(self, device: torch.device) -> bool:
+        """Return whether gloo exchanges the tensors of a model on this device, in the memory of that device."""
+        if device.type == "meta":
+            return dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO
+        return device.type == "cpu"
 
     def buckets(self, gradients: int) -> int:
         """Return the bytes of DDP's buckets."""

@@ -57,8 +57,8 @@ def mixed_precision(units: Iterable[nn.Module], policy):
 class ShardedWeights:
     """The bytes of weights and gradients of a model if `fully_shard` divides its blocks, and the model as a whole.
 
-    As in torch 2.13, a block's weights are gathered while the block runs, in the backward pass one block ahead, and the others' while the
-    model does. A collective's buffer exists until the next of its kind. Gradients of a block are whole until its end.
+    As in torch 2.13, a block's weights are gathered while the block runs, in the backward pass one block ahead, from the loss on, and the
+    others' while the model does. A collective's buffer exists until the next of its kind. Gradients of a block are whole until its end.
 
     Args:
         blocks: the blocks in the order of their calls.
@@ -67,7 +67,7 @@ class ShardedWeights:
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], memory, processes: Processes):
         self.shards, self.memory = processes.shards, memory
-        self.has_gloo = self.shards > 1 and next(model.parameters()).device.type == "cpu"
+        self.has_gloo = self.shards > 1 and processes.uses_gloo(next(model.parameters()).device)
         known: set[int] = set()
         self.weights, self.gradients = [], []
         for module in (*blocks, model):
@@ -90,75 +90,119 @@ class ShardedWeights:
         existing["optimizer"] = memory.state // shards
         existing[GRADIENTS] = memory.gradients // shards if accumulates else 0
         kept = 0.0 if accumulates else memory.gradients / max(sum(self.gradients), 1) / shards
-        found: list[Event | Mark] = []
-        gathered: set[int] = set()
-        of_block: dict[object, int] = {}  # gradients that are whole
-        of_rest: dict[object, int] = {}
-        buffers = {"gather": 0, "reduce": 0, "ahead": 0}
-        is_forward = True
-
-        def during(name, change):
-            found.append(Event(name, change))
-
-        def gather(size):
-            if shards > 1:  # a process without others copies its weights
-                during("gather", size)
-                during("gather", -buffers["gather"])
-                buffers["gather"] = size
-
-        def reduced(gradients):
-            size = int(self.reduced * sum(gradients.values()))
-            during("reduce", -buffers["reduce"])
-            during("reduce", size)
-            buffers["reduce"] = size
-            for key, whole in gradients.items():
-                found.append(Event(key, int(kept * whole) - whole))
-            if self.has_gloo:  # its reduction works on a copy
-                during("copy", size)
-                during("copy", -size)
-            gradients.clear()
-
-        def leave(block):
-            if block in gathered:
-                gathered.remove(block)
-                during(("weights", block), -self.weights[block])
-
-        def ahead(block):
-            """Free the gathered weights of a block, which are copied by now, and gather those of the block before."""
-            size = self.weights[block - 1] if block and shards > 1 else 0
-            during("ahead", -buffers["ahead"])
-            during("ahead", size)
-            buffers["ahead"] = size
-
-        gather(self.weights[-1])
+        step = _Step(self, kept)
         for one in _ends_first(whole.happened):
-            if isinstance(one, Event):
-                found.append(one)
-                if getattr(one.key, "role", None) == GRADIENTS and not is_forward:
-                    gradients = of_block if gathered else of_rest
-                    gradients[one.key] = gradients.get(one.key, 0) + one.change
-                continue
-            if one.kind == ENTER or (one.kind == BEGIN and one.block not in gathered):
-                found.append(one)
-                if is_forward:
-                    gather(self.weights[one.block])
-                gathered.add(one.block)
-                during(("weights", one.block), self.weights[one.block])
-                if not is_forward:
-                    ahead(one.block)
-                continue
+            step.add(one)
+        step.finish()
+        return Timeline(existing, step.happened)
+
+
+class _Step:
+    """The events and marks of one process. `kept` is the part of a gradient that exists after its reduction."""
+
+    def __init__(self, model: ShardedWeights, kept: float):
+        self.happened: list[Event | Mark] = []
+        self._model, self._kept = model, kept
+        self._gathered: set[int] = set()
+        self._of_block: dict[object, int] = {}  # gradients that are whole
+        self._of_rest: dict[object, int] = {}
+        self._buffers = {"gather": 0, "reduce": 0, "ahead": 0}
+        self._is_forward, self._last = True, -1
+        self._allocate("gather", self._gather_size(-1))
+
+    def add(self, one: Event | Mark):
+        """Add an event or a mark of the whole model, and the events that follow from it."""
+        if isinstance(one, Event):
+            self._add_event(one)
+        elif one.kind == ENTER or (one.kind == BEGIN and one.block not in self._gathered):
+            self.happened.append(one)
+            self._enter(one.block)
+        else:
             if one.kind == LEAVE:
-                leave(one.block)
+                self._leave(one.block)
             elif one.kind == LOSS:
-                is_forward = False
-                gather(0)
-            elif one.kind == END and one.block in gathered:
-                leave(one.block)
-                reduced(of_block)
-            found.append(one)
-        during("weights", -self.weights[-1])
-        reduced(of_rest)
-        return Timeline(existing, found)
+                self._begin_backward()
+            elif one.kind == END and one.block in self._gathered:
+                self._leave(one.block)
+                self._reduce(self._of_block)
+            self.happened.append(one)
+
+    def finish(self):
+        """End the backward passes of the model and of blocks whose inputs have no gradients, in FSDP2's order."""
+        self._during("weights", -self._model.weights[-1])
+        self._reduce(self._of_rest)
+        for block in sorted(self._gathered):
+            self._leave(block)
+        self._reduce(self._of_block)
+
+    def _during(self, key, change: int):
+        self.happened.append(Event(key, change))
+
+    def _add_event(self, event: Event):
+        self.happened.append(event)
+        if getattr(event.key, "role", None) == GRADIENTS and not self._is_forward:
+            gradients = self._of_block if self._gathered else self._of_rest
+            gradients[event.key] = gradients.get(event.key, 0) + event.change
+
+    def _enter(self, block: int):
+        self._gathered.add(block)
+        if self._is_forward:
+            self._last = block
+            old = self._buffers["gather"]
+            self._allocate("gather", self._gather_size(block))
+            self._during(("weights", block), self._model.weights[block])
+            self._during("gather", -old)  # FSDP2 refers to it until the new weights are copied
+        else:
+            self._during(("weights", block), self._model.weights[block])
+            self._prefetch(block - 1)
+
+    def _leave(self, block: int):
+        if block in self._gathered:
+            self._gathered.remove(block)
+            self._during(("weights", block), -self._model.weights[block])
+
+    def _begin_backward(self):
+        """Prefetch the last block's weights, as the model does before its own backward pass."""
+        self._is_forward = False
+        self._free("gather")
+        if self._last >= 0:
+            self._prefetch(self._last)
+
+    def _prefetch(self, block: int):
+        """Gather the weights of a block, if there is one before. The earlier ones are copied by now."""
+        self._free("ahead")
+        if block >= 0:
+            size = self._gather_size(block)
+            self._allocate("ahead", size)
+            self._copy(size)
+
+    def _reduce(self, gradients: dict[object, int]):
+        size = int(self._model.reduced * sum(gradients.values()))
+        self._free("reduce")
+        self._allocate("reduce", size)
+        for key, whole in gradients.items():
+            self._during(key, int(self._kept * whole) - whole)
+        self._copy(size)
+        gradients.clear()
+
+    def _gather_size(self, block: int) -> int:
+        return (
+            self._model.weights[block] if self._model.shards > 1 else 0
+        )  # a process alone copies its weights
+
+    def _allocate(self, buffer: str, size: int):
+        self._during(buffer, size)
+        self._buffers[buffer] = size
+
+    def _free(self, buffer: str):
+        self._during(buffer, -self._buffers[buffer])
+        self._buffers[buffer] = 0
+
+    def _copy(self, size: int):
+        """Add the copy of a buffer with which gloo works. In a forward pass, the weights that follow are as large."""
+        if self._model.has_gloo:
+            self._during("copy", size)
+            self._during("copy", -size)
 
 
 def _ends_first(happened: list[Event | Mark]) -> list[Event | Mark]:
@@ -167,6 +211,6 @@ def _ends_first(happened: list[Event | Mark]) -> list[Event | Mark]:
     for number in range(len(found) - 1):
         first, second = found[number : number + 2]
         if isinstance(first, Mark) and isinstance(second, Mark):
-            if (first.kind, second.kind) == (BEGIN, END):
+            if (first.kind, second.kind) == (BEGIN, END) and first.block != second.block:
                 found[number : number + 2] = second, first
     return found

@@ -49,7 +49,29 @@ def start(rank, rows=8, words=WORDS):
     return model, torch.randint(words, (rows, 64))
 
 
-def fit(model, batch, memory, **options):
+class Uneven(nn.Module):
+    """The first block is the largest, and its input has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = (512, 1024), (256, 512), (256, 512)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, 256))
+            for width, inner in sizes
+        )
+        self.head = nn.Linear(256, 256)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def mean_square(model, batch):
+    return model(batch).square().mean()
+
+
+def fit(model, batch, memory, loss=loss, **options):
     examination.ROUNDS, examination.PROBES, costs.SHORTEST = 1, 1, 0.0
     examination.OPTIONS = EXACT, Option(4), RECOMPUTED, Option(4, True, 8)
     return fewbit.fit_(
@@ -67,7 +89,7 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def measured(model, batch, buckets=0):
+def measured(model, batch, buckets=0, loss=loss):
     """Return the most bytes of a process in a step after the second."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
@@ -117,6 +139,22 @@ def one_choice_with_ddp(rank):
 
 def one_choice_with_fully_shard(rank):
     _one_choice(rank, "fsdp", 10)
+
+
+def one_choice_for_unequal_blocks(rank):
+    """Peaks of the choice, of exact training and of a model on the meta device are within 1 % of the real ones."""
+    torch.manual_seed(0)
+    model, exact = Uneven().train(), Uneven().train()
+    batch, memory = torch.randn(512, 512), 19 * 2**20
+    options = {"loss": mean_square, "parallel": "fsdp", "blocks": "blocks.*"}
+    found = fit(model, batch, memory, **options)
+    on_meta = fit(Uneven().to("meta"), batch.to("meta"), memory, **options)
+    for trained, *predicted in (model, found.peak), (exact, found.exact_peak, on_meta.exact_peak):
+        for block in trained.blocks:
+            fully_shard(block)
+        most = measured(fully_shard(trained), batch, loss=mean_square)
+        assert all(abs(most - peak) < 0.01 * peak for peak in predicted), (most, predicted)
+        assert (most <= memory) == (trained is model), (most, memory)
 
 
 def one_choice_in_mixed_precision(rank):
@@ -224,6 +262,7 @@ def one_process_with_too_little_memory(rank):
 CASES = (
     one_choice_with_ddp,
     one_choice_with_fully_shard,
+    one_choice_for_unequal_blocks,
     one_choice_in_mixed_precision,
     a_loss_in_chunks_outside_of_shards,
     a_loss_in_chunks_that_is_refused,

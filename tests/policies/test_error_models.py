@@ -94,18 +94,25 @@ def test_squares_of_gradients(device, layer):
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", **ids(LAYERS))
 def test_d_against_rounding(device, layer):
-    """Errors at 3 bits are not above D, and less far below it if gradients are not along the layer's input."""
+    """Errors at 3 bits are not above D, and less far below it if gradients are not along the layer's input.
+
+    D is computed from the rounding errors of one step, so it is the mean over steps that counts.
+    """
     model, theirs, x = pair(layer, device)
     exact = gradients(theirs, x)
     controller = converted(model, 3)
-    ((_, seen),) = observed(model, controller, x).slots.items()
+    found = {}
+    for seed in range(16):
+        ((_, seen),) = observed(model, controller, x, seed).slots.items()
+        for constraint in seen.constraints:
+            found.setdefault(constraint.label, []).append(d_of(constraint, seen.error2))
     errors = squared_error(model, x, exact, 80)
-    for constraint in seen.constraints:
-        d = d_of(constraint, seen.error2)
-        assert errors[constraint.label] < 1.25 * d, constraint.label
+    for label, steps in found.items():
+        d = float(sum(steps)) / len(steps)
+        assert errors[label] < 1.25 * d, label
         is_equal = layer in LINEAR and "Transpose" not in layer.name and layer.name != "Conv3d"
         is_padded = bool(layer.options.get("padding"))
-        assert errors[constraint.label] > (0.4 if is_equal and not is_padded else 0.05) * d
+        assert errors[label] > (0.4 if is_equal and not is_padded else 0.05) * d
 
 
 DIFFERENT = {

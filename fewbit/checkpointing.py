@@ -88,8 +88,8 @@ def checkpoint(
     function runs, and nothing is quantized. Arguments that are not listed are those of torch's function.
 
     The second run gets lists and dicts among `args` as they were before the first. It decides as the first run did: integers,
-    booleans and Python numbers that the region computes from floating tensors are recorded. It changes no buffers, such as running statistics, and reads the values that these had in the first run. Neither holds for code
-    that is compiled within the region.
+    booleans and Python numbers that the region computes from floating tensors are recorded. It changes no buffers, such as running
+    statistics, and reads the values that these had in the first run. Neither holds for code that is compiled within the region.
 
     Args:
         function: the region, a function or module, called with `args` and `kwargs`.
@@ -308,8 +308,8 @@ class _AsBefore:
 
     def __init__(self, function, args):
         self._function, self._is_first = function, True
-        copied, containers = {}, _CONTAINERS
-        self._before = {i: _copied(x, copied) for i, x in enumerate(args) if type(x) in containers}
+        copied: dict = {}
+        self._before = {i: _copied(x, copied) for i, x in enumerate(args) if type(x) in _CONTAINERS}
 
     def __call__(self, *args, **kwargs):
         if self._is_first:

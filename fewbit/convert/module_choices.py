@@ -1,4 +1,4 @@
-"""What a conversion makes of each selected module. Nothing changes here: `swap.convert` applies the choices."""
+"""The choice of what each selected module becomes. Nothing changes here: `swap.convert` applies the choices."""
 
 from __future__ import annotations
 

@@ -114,9 +114,8 @@ def _meant(glob: str, paths: list[str]) -> str:
     if any(is_within(path, anywhere) for path in paths):
         return f"; did you mean {anywhere!r}?"
     outermost = [path for path in paths if path and "." not in path][:SHOWN]
-    return meant(glob, paths) or f"; the outermost modules are {', '.join(outermost)}" * bool(
-        outermost
-    )
+    names = f"; the outermost modules are {', '.join(outermost)}" if outermost else ""
+    return meant(glob, paths) or names
 
 
 def is_within(path: str, glob: str) -> bool:

@@ -19,7 +19,7 @@ from fewbit.config import check_verbose
 from fewbit.convert.chunked_loss import unchunk_loss_
 from fewbit.convert.swap import restore_
 from fewbit.convert.undo import whole_or_not_at_all
-from fewbit.errors import FewbitError, InputError
+from fewbit.errors import InputError
 from fewbit.planning.all_ranks import Processes
 from fewbit.planning.block_settings import Rest, Settings
 from fewbit.planning.block_steps import FakeBlockSteps, OptimizerBytes
@@ -30,12 +30,11 @@ from fewbit.planning.examination import Examination, examine, is_gpu
 from fewbit.planning.fake_steps import own_loss
 from fewbit.planning.fastest_fit import FastestFit, FrontPoint, rows_of
 from fewbit.planning.fits import capacity_of
-from fewbit.planning.largest import largest
 from fewbit.planning.sharding import mixed_precision
+from fewbit.planning.shortage import fixed_shortage, shortage
 from fewbit.printable import shorten
 from fewbit.render import terminal
-from fewbit.render.formats import amount, digits, module_name
-from fewbit.sizes import counted
+from fewbit.render.formats import module_name
 
 ERROR = 0.1
 """The default bound of the error."""
@@ -47,12 +46,6 @@ NOISE = 1e-9
 """The error that may come from the order of floating-point sums."""
 ATTEMPTS = 6
 """The most choices whose peak is measured, until one fits."""
-MATTERS = 0.25
-"""The part of the missing memory that a piece of advice frees at least."""
-MORE = 1.1
-"""The factor between a measured error and the bound that is advised, for other random rounding."""
-FAKE = 0.98
-"""The part of the memory that a smaller batch may take on fake tensors."""
 POINTS, FEW_LABELS = 12, 300
 """The number of points of the front, and of labels with which the solver finds them."""
 
@@ -179,7 +172,7 @@ def _chosen(
     on_gpu = is_gpu(next(model.parameters()).device)
     bytes_ = processes.together(partial(OptimizerBytes, model, optimizer, on_gpu))
     if max(processes.all(bytes_.update(sample, processes))) > capacity:
-        raise InputError(_fixed_shortage(bytes_, model, sample, capacity, processes))
+        raise InputError(fixed_shortage(bytes_, model, sample, capacity, processes))
     settings = {"accumulates": accumulates, "which": blocks, "progress": progress}
     look = partial(examine, model, sample, loss, bytes_, processes=processes, **settings)
 
@@ -211,7 +204,7 @@ def _chosen(
             steps = FakeBlockSteps(
                 model, found.paths, sample, loss, bytes_, accumulates, processes, on_gpu
             )
-            raise InputError(_shortage(search, relaxed, model, sample, capacity, steps))
+            raise InputError(shortage(search, relaxed, model, sample, capacity, steps))
         return _result(search, chosen, model, sample, capacity)
 
 
@@ -402,87 +395,3 @@ def _result(search: Search, chosen: Chosen, model, sample, capacity) -> FastestF
         front=tuple(search.front(chosen)),
         notes=tuple(notes),
     )
-
-
-# -- If nothing fits -------------------------------------------------------------------------------------------
-
-
-def _fixed_shortage(optimizer: OptimizerBytes, model, sample, capacity: int, processes) -> str:
-    least = max(optimizer.update(sample, processes), capacity + 1)
-    batch = sum(tensor.nbytes for tensor in tensors_of(sample))
-    missing = MATTERS * (least - capacity)
-    helps = _lighter_training(optimizer, model, processes, missing)
-    with_batch = ""
-    if batch >= missing:
-        with_batch = ", the batch"
-        if size_of(sample) > 1:
-            helps.insert(0, "a smaller batch")
-    if any(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters()):
-        helps.append("weights in 16 bits")
-    return (
-        f"memory: expected at least {amount(least)} for weights, gradients{with_batch} and {optimizer.name} alone, got "
-        f"{amount(capacity)}{_would_help(helps)}"
-    )
-
-
-def _lighter_training(optimizer: OptimizerBytes, model, processes, missing: float) -> list[str]:
-    """Return changes that free at least `missing` bytes of gradients and of the optimizer's state in a process."""
-    state, gradients = (size // processes.shards for size in (optimizer.state, optimizer.gradients))
-    helps = []
-    if state and state >= missing:
-        helps.append(f"an optimizer without state ({amount(state)} less than {optimizer.name})")
-    is_whole = all(parameter.requires_grad for parameter in model.parameters())
-    if is_whole and state + gradients >= missing:
-        helps.append(f"LoRA (up to {amount(state + gradients)} less for gradients and state)")
-    return helps
-
-
-def _would_help(helps: list[str]) -> str:
-    return f"; {' or '.join(helps)} would help" if helps else ""
-
-
-def _smaller_batch(search: Search, least, sample, capacity: int, steps: FakeBlockSteps) -> str:
-    """Return a text for the largest batch with which the settings with the least peak fit, "" for none."""
-    found, size = search.examination, size_of(sample)
-
-    def peak_of(samples: int) -> int | None:
-        try:
-            peak = steps.timeline_of(least.settings, samples).peak().size
-        except (RuntimeError, FewbitError):  # for example, values decide shapes
-            return None
-        return max(peak, found.optimizer.update(sample, found.processes, samples / size))
-
-    first = peak_of(size)
-    if size == 1 or first is None:
-        return "" if size == 1 else "a smaller batch"
-    # Steps on fake tensors take nearly, but not exactly, what real ones take.
-    limit = int(FAKE * capacity * min(first / least.peak, 1.0))
-    fitting = largest(peak_of, size, max(first, limit + 1), limit, size)
-    return f"{counted(fitting, 'sample')} in place of {size}" if fitting else ""
-
-
-def _shortage(
-    search: Search, relaxed: Chosen | None, model, sample, capacity: int, steps: FakeBlockSteps
-) -> str:
-    """Return the message; `relaxed` is the fastest choice that fits, whatever its error."""
-    found, least = search.examination, search.smallest()
-    if least is None:
-        return f"error: expected a bound that some settings keep, got {search.error:g}"
-    if least.peak <= capacity and least.error > search.error:
-        return (
-            f"error: expected at least about {digits(least.error * MORE)} with memory={amount(capacity)} for this model and "
-            f"sample, got {search.error:g}"
-        )
-    helps = []
-    if relaxed is not None:
-        helps.append(f"error={digits(relaxed.error * MORE)}")
-    is_exact_enough = not least.error > search.error  # also if it is not known
-    smaller = _smaller_batch(search, least, sample, capacity, steps)
-    if smaller and is_exact_enough:
-        helps.append(smaller)
-    missing = MATTERS * (least.peak - capacity)
-    helps += _lighter_training(found.optimizer, model, found.processes, missing)
-    if not found.paths and not found.repeated:
-        helps.append("blocks to compute again (name them in the argument blocks)")
-    expected = amount(max(int(least.peak), capacity + 1))
-    return f"memory: expected at least about {expected} for this model and sample, got {amount(capacity)}{_would_help(helps)}"

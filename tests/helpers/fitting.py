@@ -11,12 +11,12 @@ WORDS, WIDTH = 200, 64
 
 
 class Language(nn.Module):
-    def __init__(self, layers=4, dropout=0.1):
+    def __init__(self, layers=4, dropout=0.1, words=WORDS, width=WIDTH):
         super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout, "gelu", batch_first=True)
-        self.embedding = nn.Embedding(WORDS, WIDTH)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout, "gelu", batch_first=True)
+        self.embedding = nn.Embedding(words, width)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, WORDS)
+        self.head = nn.Linear(width, words)
 
     def forward(self, x):
         return self.head(self.encoder(self.embedding(x)))

@@ -7,12 +7,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from fitting import Language, loss
 from harness import most_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import fewbit
@@ -26,25 +26,9 @@ from fewbit.planning.block_steps import OptimizerBytes, RealBlockSteps
 WORDS, WIDTH, LAYERS = 100, 128, 3
 
 
-class Language(nn.Module):
-    def __init__(self, words=WORDS):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True)
-        self.embedding = nn.Embedding(words, WIDTH)
-        self.encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, words)
-
-    def forward(self, x):
-        return self.head(self.encoder(self.embedding(x)))
-
-
-def loss(model, batch):
-    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
-
-
 def start(rank, rows=8, words=WORDS):
     torch.manual_seed(0)
-    model = Language(words).train()
+    model = Language(LAYERS, 0.0, words, WIDTH).train()
     torch.manual_seed(rank)
     return model, torch.randint(words, (rows, 64))
 

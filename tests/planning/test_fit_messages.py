@@ -1,4 +1,4 @@
-"""What `fewbit.fit_` says if nothing fits, if the model's own step raises, and on the command line: each piece of advice is true."""
+"""Messages of `fewbit.fit_` if nothing fits, if the model's own step raises, and on the command line: each piece of advice is true."""
 
 import re
 import traceback

@@ -286,6 +286,20 @@ def test_links_lead_to_files_and_headings(page):
     assert not broken
 
 
+def test_the_files_of_a_change_exist():
+    """A name without a folder in the table of CONTRIBUTING is in the folder of the file before it, or in fewbit or the root."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("## Where a change goes")[2].partition("\n## ")[0]
+    places, missing = [ROOT / "fewbit", ROOT], []
+    for row in table.splitlines():
+        folder = ROOT / "fewbit"
+        for name in re.findall(r"`([\w/]+(?:/|\.(?:pyi?|cpp|h|toml|md)))`", row):
+            found = [place / name for place in (folder, *places) if (place / name).exists()]
+            folder = (found[0] if found[0].is_dir() else found[0].parent) if found else folder
+            missing += [] if found else [name]
+    assert len(table.splitlines()) > 20 and not missing
+
+
 @pytest.fixture
 def hooks(monkeypatch):
     """docs/hooks.py, which the build of the site runs."""

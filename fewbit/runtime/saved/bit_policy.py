@@ -23,13 +23,13 @@ class BitPolicy:
     """The object that chooses a model's bits while the model trains.
 
     The base class gives every slot its layer's average, and divides the bits of each tensor among the tensor's samples.
-    A subclass needs only set `kind` and fill `averages`.
+    A subclass needs only set `kind` and fill `averages`. To change more of each assignment, it overrides `assign`.
 
     Args:
         bits: the average number of bits per element, from 1 to 8.
 
     Attributes:
-        averages: as in `BitAssignment`.
+        averages: {(name of a layer, number of the tensor among its inputs): average bits}. Other tensors keep their layer's average.
     """
 
     kind = "SampleBits"
@@ -65,7 +65,10 @@ class BitPolicy:
         return assignment
 
     def assign(self, inputs, probe: Probe | None = None) -> BitAssignment:
-        """Return an assignment from which the policy learns nothing, measured by the caller's probe, if any."""
+        """Return an assignment from which the policy learns nothing, measured by the caller's probe, if any.
+
+        `begin` calls this method, and so do measurements, such as `fewbit.saved_bytes`.
+        """
         return BitAssignment(self.averages, batch_size(inputs), probe)
 
     def report_unobserved(self, layer: str, reason: str) -> None:

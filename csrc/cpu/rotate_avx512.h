@@ -223,9 +223,35 @@ class SearchCoder {
   alignas(64) float breaks_[SearchBreaks<BITS>::kCount + 16] = {};  // 16 entries can be read from any step on
 };
 
+// Does the same for 4 bits by one comparison, with the only break that a number's bucket may contain.
 template <>
-class Coder<4> : public SearchCoder<4> {
-  using SearchCoder::SearchCoder;
+class Coder<4> {
+ public:
+  explicit Coder(float rms) {
+    // If the root mean square is 0, so are all numbers.
+    inverse_ = _mm512_set1_ps(rms > 0.0f ? 1.0f / (kBuckets.kWidth * rms) : 0.0f);
+    breaks_ = _mm512_mul_ps(_mm512_load_ps(kBuckets.breaks), _mm512_set1_ps(rms));
+    below_ = _mm512_load_si512(kBuckets.below);
+    levels_ = _mm512_loadu_ps(kPositiveLevels<4>.values);
+  }
+
+  FEWBIT_INLINE __m512 code(__m512 y, __mmask16* planes) const {
+    const __m512 magnitude = _mm512_abs_ps(y);
+    const __m512 last = _mm512_set1_ps(Buckets::kCount - 1);
+    const __m512i bucket = _mm512_cvttps_epi32(_mm512_min_ps(_mm512_mul_ps(magnitude, inverse_), last));
+    const __mmask16 beyond = _mm512_cmp_ps_mask(magnitude, _mm512_permutexvar_ps(bucket, breaks_), _CMP_GT_OQ);
+    const __m512i below = _mm512_permutexvar_epi32(bucket, below_);
+    const __m512i index = _mm512_mask_sub_epi32(below, beyond, below, _mm512_set1_epi32(-1));
+    for (int plane = 0; plane < 3; ++plane) {
+      planes[plane] = _mm512_test_epi32_mask(index, _mm512_set1_epi32(1 << plane));
+    }
+    planes[3] = _mm512_movepi32_mask(_mm512_castps_si512(y));
+    return _mm512_mul_ps(magnitude, _mm512_permutexvar_ps(index, levels_));
+  }
+
+ private:
+  __m512 inverse_, breaks_, levels_;
+  __m512i below_;
 };
 template <>
 class Coder<5> : public SearchCoder<5> {
@@ -282,7 +308,7 @@ inline float code_full_group(const float* x, float shift, const uint64_t* signs,
     rows[i] = times_signed(v, plus, minus, signs_of_block, i);
   }
   transform_rows<kRows>(rows);
-  if constexpr (BITS <= 3) {
+  if constexpr (BITS <= 4) {
     const Coder<BITS> coder(rms);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; i += 2, words += BITS) {

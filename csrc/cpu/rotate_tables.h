@@ -50,12 +50,31 @@ struct SearchBreaks {
   }
 };
 
+// The breaks for 4 bits, one for each bucket. A bucket is an interval of magnitudes, in units of the group's root mean square,
+// which contains at most one break: that one, or else the next one, or else the last one. below: the number of breaks below it.
+struct Buckets {
+  static constexpr int kCount = 16;
+  static constexpr float kWidth = 0.19f;  // every break is at least a fifth of it away from the ends of its bucket
+  alignas(64) float breaks[kCount];
+  alignas(64) int32_t below[kCount];
+
+  constexpr Buckets() : breaks(), below() {
+    constexpr int last = 6;
+    const float* all = kNormalLevels.breaks + breaks_begin(4);
+    for (int i = 0; i < kCount; ++i) {
+      while (below[i] < last && all[below[i]] < kWidth * static_cast<float>(i)) ++below[i];
+      breaks[i] = all[below[i]];
+    }
+  }
+};
+
 template <int BITS>
 constexpr CodeLevels<BITS> kCodeLevels{};
 template <int BITS>
 constexpr PositiveLevels<BITS> kPositiveLevels{};
 template <int BITS>
 constexpr SearchBreaks<BITS> kSearchBreaks{};
+constexpr Buckets kBuckets{};
 
 }  // namespace
 }  // namespace FEWBIT_NAMESPACE

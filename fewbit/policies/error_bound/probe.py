@@ -33,7 +33,7 @@ from fewbit.runtime.format.distortion import distortion
 from fewbit.runtime.probes import gradient_errors
 from fewbit.runtime.probes.gradient_errors import Cost, ErrorOfGradient
 from fewbit.runtime.probes.norms import is_dense, norm
-from fewbit.runtime.probes.restoring import Restoring
+from fewbit.runtime.probes.restoring import with_noise
 from fewbit.runtime.probes.variance_probe import SPREAD, VarianceProbe
 from fewbit.runtime.quantizers.copies import Kept
 from fewbit.runtime.quantizers.spec import QuantizationRecord
@@ -116,13 +116,13 @@ class ErrorBoundProbe(VarianceProbe):
             parts = gradient_errors.of_layer(context, Kept(context), grads, results, errors)
         exact = None
         if any(slot.rounding.exact is not None for slot in slots):
-            exact = _as_tuple(_WithExactValues().run(backward, context, *grads))
+            exact = _as_tuple(backward(context.with_values(_exact_values), *grads))
         kind, found = EXPECTED if parts is not None else MEASURED, []
         labels = gradient_errors.labels(context._forward_cls)
         for slot in slots:
             own = parts
             if own is None:
-                noisy = _as_tuple(Restoring(slot, 0, self).run(backward, context, *grads))
+                noisy = _as_tuple(backward(with_noise(context, slot, 0, self), *grads))
                 own = _measured(results, noisy, slot.rounding.tensor)
             found += [_gradient(slot, part, labels, kind, results, exact) for part in own]
         self._found[number] = found
@@ -214,14 +214,9 @@ class ErrorBoundProbe(VarianceProbe):
         }
 
 
-class _WithExactValues(Restoring):
-    """A run in which monitored tensors are dequantized to their exact values."""
-
-    def is_target(self, slot) -> bool:
-        return slot.rounding is not None and slot.rounding.exact is not None
-
-    def changed(self, values, spec, tensors):
-        return values.copy_(spec.slot.rounding.exact)
+def _exact_values(spec, _) -> torch.Tensor | None:
+    rounding = spec.slot.rounding
+    return None if rounding is None else rounding.exact
 
 
 def _gradient(

@@ -1,34 +1,35 @@
-"""Run a layer's backward while a probe measures: record which tensors are dequantized, and add noise to one of them."""
+"""Run a layer's backward while a probe measures, and again with other values in place of those of quantized tensors."""
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
+from typing import NamedTuple
 
+import torch
+
+from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import layout
+from fewbit.runtime.quantizers.spec import map_affine, mapped
 
 HAS_COLLECTIVES = "backward_has_collectives"
 """An attribute of autograd Functions, True if the backward calls collectives and so must run equally often in all processes."""
 OBSERVED = "_fewbit_observed"
 """The attribute in which an autograd node has (probe, number that the probe gave the node) for each probe."""
-_running = threading.local()
 
 
 def observed(backward, context, grads):
-    """Run a layer's backward, let probes measure, and return the results."""
-    probes = getattr(context, OBSERVED, ())
+    """Run the backward of a layer that has saved tensors with slots, let probes measure, and return the results."""
+    probes = dict(getattr(context, OBSERVED, ()))
     if probes:
-        context = _ObservedContext(context)
-    restoring = Restoring()
-    results = restoring.run(backward, context, *grads)
-    if not restoring.slots:
-        return results
-    for slot in restoring.slots.values():
+        context = ObservedContext(context, context.kept, context.saved_tensors)
+    results = backward(context, *grads)
+    slots = _slots_of(context)
+    for slot in slots:
         slot.assignment.note_gradient(slot, grads[0])
-    found = restoring.slots.values()
-    for probe in {slot.assignment.probe for slot in found} - {None}:
+    for probe in {slot.assignment.probe for slot in slots} - {None}:
         # Only the probe of the forward that saved a tensor adds noise to it. For other probes the layer is any node.
-        own = [slot for slot in found if slot.assignment.probe is probe]
-        number = dict(probes).get(probe)
+        own = [slot for slot in slots if slot.assignment.probe is probe]
+        number = probes.get(probe)
         if number is None or getattr(context._forward_cls, HAS_COLLECTIVES, False):
             probe.reached(own)
         else:
@@ -37,84 +38,83 @@ def observed(backward, context, grads):
     return results
 
 
-class Restoring:
-    """Records the slots of dequantized tensors while `run` runs a backward, and adds noise to the tensors of one slot.
+def _slots_of(context) -> list:
+    """Return the slots of the tensors that a layer has saved, one of each name."""
+    slots = {}
 
-    The noise is probe.noise(..., target, level, ...); without a target, there is none.
-    """
+    def note(spec, _):
+        slots.setdefault(spec.slot.name, spec.slot)
+        return spec
 
-    def __init__(self, target=None, level: int = 0, probe=None):
-        self.target, self.level, self.probe = target, level, probe
-        self.slots = {}
-        self._noise = {}  # by address: a tensor that is dequantized twice gets the same noise
-
-    def run(self, backward, *arguments):
-        """Return backward(*arguments). Meanwhile, record and change the tensors that this thread dequantizes."""
-        before = getattr(_running, "restoring", None)
-        # This does what `undo_after` does, without generators, because every backward of a layer runs it.
-        try:
-            try:
-                _running.restoring = self
-                return backward(*arguments)
-            finally:
-                _running.restoring = before
-        except BaseException:  # an interrupt may have stopped the first clean-up
-            _running.restoring = before
-            raise
-
-    def is_target(self, slot) -> bool:
-        return self.target is not None and slot.name == self.target.name
-
-    def restored(self, values, spec, tensors):
-        """Record the slot of a dequantized tensor, and return its values, with noise for the target."""
-        slot = spec.slot
-        self.slots.setdefault(slot.name, slot)
-        return self.changed(values, spec, tensors) if self.is_target(slot) else values
-
-    def changed(self, values, spec, tensors):
-        slot = spec.slot
-        if slot.rounding is not None:
-            flat = layout.storage_order(values)
-            rows = flat.view(spec.samples or (len(values) if values.dim() else 1), -1)
-            address = tensors[0].data_ptr()
-            noise = self._noise.get(address)
-            if noise is None:
-                noise = self.probe.noise(
-                    rows,
-                    slot,
-                    self.level,
-                    lambda *how: spec.rounding_errors(values, tensors, *how),
-                )
-                self._noise[address] = noise
-            rows += noise.to(rows.dtype)
-        return values
+    for entry in context.kept.values():
+        if entry is not None and entry[2] is not None:
+            mapped(entry[2], (), note)
+    return list(slots.values())
 
 
-def restored(values, spec, tensors):
-    """Return the values of a dequantized tensor, perhaps changed in place by a probe's noise."""
-    if spec.slot is None:
-        return values
-    restoring = getattr(_running, "restoring", None)
-    return values if restoring is None else restoring.restored(values, spec, tensors)
+class ObservedContext:
+    """An autograd context whose saved tensors can be read repeatedly, also within a checkpoint."""
 
-
-def record(spec) -> None:
-    """Record the slot of a tensor that a kernel has used without writing its values to memory."""
-    restored(None, spec, None)
-
-
-def is_changed(spec) -> bool:
-    """Return whether `restored` would add noise."""
-    restoring = getattr(_running, "restoring", None)
-    return restoring is not None and spec.slot is not None and restoring.is_target(spec.slot)
-
-
-class _ObservedContext:
-    """A copy of an autograd context whose saved tensors can be read repeatedly, also within a checkpoint."""
-
-    def __init__(self, context):
-        self._context = context
-        self.saved_tensors = context.saved_tensors
+    def __init__(self, context, kept, saved_tensors):
+        self._context, self.kept, self.saved_tensors = context, kept, saved_tensors
 
     def __getattr__(self, name):
         return getattr(self._context, name)
+
+    def with_values(self, values_of: Callable) -> ObservedContext:
+        """Return a context in which values_of(spec, tensors) replaces the values of tensors with a slot, unless it is None."""
+        found = {}  # by address: a tensor that is dequantized twice has the same values
+
+        def replaced(spec, tensors):
+            address = tensors[0].data_ptr()
+            if address not in found:
+                found[address] = values_of(spec, tensors)
+            values = found[address]
+            return spec if values is None else _Restored(values, spec.count)
+
+        kept = dict(self.kept)
+        for name, entry in self.kept.items():
+            if entry is not None and entry[2] is not None:
+                begin, end, spec = entry
+                spec = mapped(spec, self.saved_tensors[begin:end], replaced)
+                kept[name] = begin, end, spec
+        return ObservedContext(self._context, kept, self.saved_tensors)
+
+
+def with_noise(context: ObservedContext, slot, level: int, probe) -> ObservedContext:
+    """Return a context in which the tensors of a slot have noise: probe.noise(..., level, ...)."""
+
+    def noisy(spec, tensors):
+        own = spec.slot
+        if own.name != slot.name or own.rounding is None:
+            return None
+        values = spec.dequantize(tensors)
+        samples = spec.samples or (len(values) if values.dim() else 1)
+        rows = layout.storage_order(values).view(samples, -1)
+        errors = lambda *how: spec.rounding_errors(values, tensors, *how)  # noqa: E731
+        rows += probe.noise(rows, own, level, errors).to(rows.dtype)
+        return values
+
+    return context.with_values(noisy)
+
+
+class _Restored(NamedTuple):
+    """The spec of `count` saved tensors that are not dequantized, because their values are there."""
+
+    values: torch.Tensor
+    count: int
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return self.values.stride()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def dequantize(self, _, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
+        return in_dtype(map_affine(self.values.clone(), affine), dtype or self.dtype)

@@ -16,7 +16,7 @@ from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.interop.cuda_streams import AsyncHostCopy, hold_for_stream
 from fewbit.runtime.probes.backward_graph import bottom_up, is_function, number_below
 from fewbit.runtime.probes.norms import by_edge, is_dense, norm
-from fewbit.runtime.probes.restoring import OBSERVED, Restoring
+from fewbit.runtime.probes.restoring import OBSERVED, with_noise
 from fewbit.runtime.probes.variances import LEVELS, Node, NoiseOfSlot, variances
 
 RESHAPES = frozenset(
@@ -187,8 +187,7 @@ class VarianceProbe:
             if slot.rounding is None or slot.name not in self.slots:
                 continue
             for level in LEVELS:
-                restoring = Restoring(slot, level, self)
-                noisy = by_edge(context, restoring.run(backward, context, *grads))
+                noisy = by_edge(context, backward(with_noise(context, slot, level, self), *grads))
                 self._add(node, slot, level, results, noisy, context)
         if len(grads) == 1:
             while handed:
@@ -201,7 +200,7 @@ class VarianceProbe:
                 del passed
                 node.noise.append(NoiseOfSlot(name, level, scale, norms, False))
             signed = torch.where(self._uniform(grads[0]) < 0.5, -grads[0], grads[0])
-            carried = Restoring().run(backward, context, signed)
+            carried = backward(context, signed)
             node.leaving = [norm([grad]) for grad in by_edge(context, carried)]
             node.parts = [norm([grad]) for grad in results]
             node.arriving, node.is_probed = norm(grads), True

@@ -6,7 +6,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fewbit.runtime.probes import restoring
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, map_affine
 
 
@@ -60,12 +59,6 @@ class CodecSpec(NamedTuple):
     def with_slot(self, slot) -> CodecSpec:
         return self._replace(place=self.place.with_slot(slot))
 
-    def for_consumer(self, name: str) -> CodecSpec:
-        return self._replace(place=self.place.for_consumer(name))
-
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
-        values = restoring.restored(self.dequantize_exact(tensors), self, tensors)
+        values = self.inner.dequantize(tensors).to(self.dtype)
         return map_affine(values, affine).to(dtype or self.dtype)
-
-    def dequantize_exact(self, tensors) -> torch.Tensor:
-        return self.inner.dequantize(tensors).to(self.dtype)

@@ -21,9 +21,6 @@ class UnquantizedSpec(NamedTuple):
     def count(self) -> int:
         return 1
 
-    def for_consumer(self, name: str) -> UnquantizedSpec:
-        return self
-
     def dequantize(self, tensors, dtype=None) -> Tensor:
         (tensor,) = tensors
         return tensor if dtype is None else tensor.to(dtype)

@@ -89,9 +89,6 @@ class PreActivationSpec(NamedTuple):
     def count(self) -> int:
         return self.fixed.count
 
-    def for_consumer(self, name: str) -> PreActivationSpec:
-        return self  # no policy chooses the bits
-
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.fixed.result(tensors, dtype or self.dtype, self.slope)
 

@@ -16,8 +16,13 @@ from fewbit.runtime import backends
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.cuda_streams import stream_of
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.probes import restoring
-from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, flat, unsharded
+from fewbit.runtime.quantizers.spec import (
+    QuantizedTensorSpec,
+    SavedTensors,
+    flat,
+    mapped,
+    unsharded,
+)
 from fewbit.runtime.saved.sharing import address_of, place_of
 
 _IN_KERNELS = torch.float32, torch.float16, torch.bfloat16
@@ -47,8 +52,8 @@ class AffineResultSpec(NamedTuple):
         inner = _inner(self.normalized.size, self.normalized.stride, self.channels is not None)
         return self.normalized.dequantize(saved, dtype or self.dtype, (weight, bias, inner))
 
-    def for_consumer(self, name: str) -> AffineResultSpec:
-        return self._replace(normalized=self.normalized.for_consumer(name))
+    def mapped(self, tensors, function) -> AffineResultSpec:
+        return self._replace(normalized=mapped(self.normalized, tensors[:-2], function))
 
     def _placed(self, vector):
         return None if vector is None else vector.view(self.channels)
@@ -111,17 +116,14 @@ def batch_norm_gradients(spec, saved, inner, grad, rstd, weight, needs_input):
         return None
     fits = spec.samples is None and rstd.dtype == torch.float32 and grad.dtype in _IN_KERNELS
     tensors = grad, rstd, *saved, *(() if weight is None else (weight,))
-    if not (fits and all(map(is_plain, tensors))) or restoring.is_changed(spec):
+    if not (fits and all(map(is_plain, tensors))):
         return None
     backend = backends.of(grad)
     if not backend.can_compute_batch_norm(spec.bits, spec.group_size, spec.size):
         return None
     grad = layout.with_stride(grad, spec.stride, by_sample=True)
     copy = *saved, spec.bits, spec.group_size
-    found = backend.batch_norm_backward(*copy, grad, rstd, flat(weight), needs_input)
-    if found is not None:
-        restoring.record(spec)
-    return found
+    return backend.batch_norm_backward(*copy, grad, rstd, flat(weight), needs_input)
 
 
 def dequantize_copies(kept):

@@ -253,7 +253,7 @@ class Quantizer:
                 saving.has_saved = True
                 if not saved.is_observed:
                     return saved
-                return saved._replace(spec=saved.spec.for_consumer(self.name))
+                return saved.for_consumer(self.name)
         if mask is not None:
             kind = MASKED
         if not is_usual:

@@ -1,8 +1,8 @@
 """The tensors that a layer saves, and *specs*: all that is needed besides to compute approximate values in the backward pass.
 
 The group quantizer saves codes of a few bits, and `ranges`, two numbers for each group (docs/concepts/quantizer.md).
-The specs in this file have `count`, the number of saved tensors, and the methods `dequantize` and `for_consumer`, as
-`QuantizedTensorSpec` describes them.
+The specs in this file have `count`, the number of saved tensors, and the method `dequantize`, as `QuantizedTensorSpec`
+describes them. It depends on nothing but the spec and the tensors. Specs that contain others have `mapped`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from fewbit.runtime.interop.tensor_kinds import (
 )
 from fewbit.runtime.ops import quantizer_ops
 from fewbit.runtime.parallel.process_groups import is_distributed_run
-from fewbit.runtime.probes import restoring
 from fewbit.runtime.saved.assignment import TensorSlot
 
 
@@ -71,9 +70,13 @@ class QuantizedTensorSpec(NamedTuple):
         """
         if affine is not None and not (affine[0] is affine[1] is None):
             return self._dequantize_mapped(tensors, dtype or self.dtype, affine)
-        if self.slot is None and _have_memory(tensors):
+        if _have_memory(tensors) or is_plain(tensors[0]):
             return self._by_kernel(tensors, dtype or self.dtype)
-        return self._dequantize(tensors, dtype or self.dtype)
+        packed, ranges = tensors[:2]
+        mask = tensors[-1] if self.has_mask else None
+        channels = tensors[-1 - self.has_mask] if self.has_channels else None
+        place = self.bits, self.group_size, self.size, self.stride, dtype or self.dtype
+        return quantizer_ops.dequantize_op(packed, ranges, *place, self.kind, mask, channels)
 
     def _by_kernel(self, tensors, dtype, affine=None):
         packed, ranges = tensors[:2]
@@ -103,27 +106,11 @@ class QuantizedTensorSpec(NamedTuple):
         if fits and self.samples is not None:
             fits = prod(self.size) >= self.samples * groups.LEAST_FEATURES
         if fits and (_have_memory(tensors) or is_plain(tensors[0])):
-            affine = flat(scale), flat(shift), inner
-            if self.slot is None:
-                return self._by_kernel(tensors, dtype, affine)
-            if not restoring.is_changed(self):
-                return self._dequantize(tensors, dtype, affine)
-            affine = scale, shift, inner
+            return self._by_kernel(tensors, dtype, (flat(scale), flat(shift), inner))
         return in_dtype(map_affine(self.dequantize(tensors), affine), dtype)
 
     def with_slot(self, slot: TensorSlot) -> QuantizedTensorSpec:
         return self._replace(slot=slot)
-
-    def for_consumer(self, name: str) -> QuantizedTensorSpec:
-        """Return this spec for the layer `name`, which dequantizes a tensor that another layer saved."""
-        slot = self.slot
-        if slot is None or slot.rounding is None or slot.name[0] == name:
-            return self
-        return self._replace(slot=slot._replace(user=name))
-
-    def dequantize_exact(self, tensors) -> torch.Tensor:
-        """Return the dequantized values without a probe's noise."""
-        return self._values(tensors, self.dtype, None)
 
     def rounding_errors(self, values, tensors, bits: int, generator) -> torch.Tensor:
         """Return the errors of rounding dequantized values again to `bits`, a float32 vector in storage order.
@@ -133,7 +120,7 @@ class QuantizedTensorSpec(NamedTuple):
         if self.kind == UNIFORM:
             packed, *rest = tensors
             lowest, highest = (
-                layout.storage_order(self._values((codes, *rest), torch.float32, None))
+                layout.storage_order(self.dequantize((codes, *rest), torch.float32))
                 for codes in (torch.zeros_like(packed), torch.full_like(packed, -1))
             )
             noise = torch.rand(lowest.shape, generator=generator, device=values.device)
@@ -151,19 +138,6 @@ class QuantizedTensorSpec(NamedTuple):
         x = layout.storage_order(x)
         errors = layout.storage_order(rounded) - x
         return errors.mul_(x != 0) if self.kind == MASKED else errors
-
-    def _dequantize(self, tensors, dtype, affine=None):
-        values = self._values(tensors, dtype, affine)
-        return restoring.restored(values, self, tensors)
-
-    def _values(self, tensors, dtype, affine):
-        packed, ranges = tensors[:2]
-        if is_plain(packed):
-            return self._by_kernel(tensors, dtype, affine)
-        mask = tensors[-1] if self.has_mask else None
-        channels = tensors[-1 - self.has_mask] if self.has_channels else None
-        place = self.bits, self.group_size, self.size, self.stride, dtype
-        return quantizer_ops.dequantize_op(packed, ranges, *place, self.kind, mask, channels)
 
 
 def _have_memory(tensors) -> bool:
@@ -184,6 +158,13 @@ def spec_of(
     return QuantizedTensorSpec(*of, samples, None, kind, has_mask, has_channels)
 
 
+def mapped(spec, tensors, function):
+    """Return `spec` with function(s, its tensors) in place of each spec s in it that has a slot."""
+    if hasattr(spec, "mapped"):
+        return spec.mapped(tensors, function)
+    return spec if getattr(spec, "slot", None) is None else function(spec, tensors)
+
+
 class PermutedSpec(NamedTuple):
     """The spec of a tensor quantized as one whose dimension order[i] is dimension i of the original."""
 
@@ -194,8 +175,8 @@ class PermutedSpec(NamedTuple):
     def count(self) -> int:
         return self.inner.count
 
-    def for_consumer(self, name: str) -> PermutedSpec:
-        return self._replace(inner=self.inner.for_consumer(name))
+    def mapped(self, tensors, function) -> PermutedSpec:
+        return self._replace(inner=mapped(self.inner, tensors, function))
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.inner.dequantize(tensors, dtype).permute(self.order)
@@ -211,8 +192,8 @@ class ViewedSpec(NamedTuple):
     def count(self) -> int:
         return self.inner.count
 
-    def for_consumer(self, name: str) -> ViewedSpec:
-        return self._replace(inner=self.inner.for_consumer(name))
+    def mapped(self, tensors, function) -> ViewedSpec:
+        return self._replace(inner=mapped(self.inner, tensors, function))
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.inner.dequantize(tensors, dtype).view(self.shape)
@@ -233,8 +214,12 @@ class ComputedSpec(NamedTuple):
     def count(self) -> int:
         return sum(spec.count for spec in self.specs)
 
-    def for_consumer(self, name: str) -> ComputedSpec:
-        return self._replace(specs=tuple(spec.for_consumer(name) for spec in self.specs))
+    def mapped(self, tensors, function) -> ComputedSpec:
+        specs = ()
+        for spec in self.specs:
+            count = spec.count
+            specs, tensors = (*specs, mapped(spec, tensors[:count], function)), tensors[count:]
+        return self._replace(specs=specs)
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         values, dtype = (), dtype or self.dtype
@@ -258,6 +243,17 @@ class SavedTensors(NamedTuple):
     spec: QuantizedTensorSpec
     trace_anchor: torch.Tensor | None = None
     is_observed: bool = False
+
+    def for_consumer(self, name: str) -> SavedTensors:
+        """Return this copy for the layer `name`, which dequantizes a tensor that another layer saved."""
+
+        def used(spec, _):
+            slot = spec.slot
+            if slot.rounding is None or slot.name[0] == name:
+                return spec
+            return spec.with_slot(slot._replace(user=name))
+
+        return self._replace(spec=mapped(self.spec, self.tensors, used))
 
     def viewed(self, shape: tuple[int, ...]) -> SavedTensors:
         return self._replace(spec=ViewedSpec(self.spec, shape))
@@ -346,7 +342,7 @@ class QuantizationRecord(NamedTuple):
     def errors(self, exact: torch.Tensor | None = None) -> torch.Tensor:
         if exact is None:
             exact = self.exact() if self._is_normalized else self.x
-        return self.spec.dequantize_exact(self.tensors).sub_(exact)
+        return self.spec.dequantize(self.tensors).sub_(exact)
 
 
 def unsharded(weight, bias) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -40,22 +40,24 @@ class SavingFunction(Function):
 def _once(backward):
     @wraps(backward)
     def once(ctx, *grads):
-        if not torch.is_grad_enabled():
-            return (
-                observed(backward, ctx, grads)
-                if getattr(ctx, "is_observed", False)
-                else backward(ctx, *grads)
-            )
-        if torch.compiler.is_dynamo_compiling():
-            return backward(ctx, *grads)
-        with torch.no_grad():
-            results = observed(backward, ctx, grads)
-        inputs = [x for x in (*grads, *graph_anchors(ctx)) if x is not None]
-        if isinstance(results, torch.Tensor):
-            return Once.apply(results, *inputs)
-        return tuple(None if grad is None else Once.apply(grad, *inputs) for grad in results)
+        if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
+            return _differentiable_once(backward, ctx, grads)
+        if getattr(ctx, "is_observed", False):
+            return observed(backward, ctx, grads)
+        return backward(ctx, *grads)
 
     return once
+
+
+def _differentiable_once(backward, ctx, grads):
+    """Run a layer's backward whose results may be differentiated, which raises GradientError."""
+    with torch.no_grad():
+        is_observed = getattr(ctx, "is_observed", False)
+        results = observed(backward, ctx, grads) if is_observed else backward(ctx, *grads)
+    inputs = [x for x in (*grads, *graph_anchors(ctx)) if x is not None]
+    if isinstance(results, torch.Tensor):
+        return Once.apply(results, *inputs)
+    return tuple(None if grad is None else Once.apply(grad, *inputs) for grad in results)
 
 
 class Once(Function):

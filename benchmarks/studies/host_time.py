@@ -6,7 +6,7 @@
 A step is a forward and a backward of four equal layers or blocks, in one thread, whose processor time is measured, so that other
 programs do not count. The arms take turns step by step; a row has the
 median of the ratios to exact training, eager arms to eager and `fewbit.compile` to torch.compile, and the quartiles of the ratios.
-First, gradients at 8 bits are compared with exact gradients. The rows "op" are calls of single ops of compiled code, in C++ and in
+"calls" are those of Python functions and from Python in an eager step. First, gradients at 8 bits are compared with exact gradients. The rows "op" are calls of single ops of compiled code, in C++ and in
 Python (decision 24).
 
 Writes results/host_time.json.
@@ -18,6 +18,7 @@ import argparse
 import copy
 import functools
 import statistics
+import sys
 import time
 import timeit
 
@@ -136,6 +137,22 @@ def rows_of(network, kind, times, base):
         yield row | {"ratio": middle, "quartiles": [low, high]}
 
 
+def calls(run) -> int:
+    """Return the number of calls, of Python functions and from Python, that run() makes."""
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
 def measure(network, count):
     layer, shape = NETWORKS[network]
     torch.manual_seed(0)
@@ -149,7 +166,8 @@ def measure(network, count):
         fewbit.compress_(eager[name], bits, verbose=False)
     if all(isinstance(each, nn.Linear) for each in module):
         eager["the least in Python"] = with_least(module)
-    yield from rows_of(network, "eager", in_turns(eager, step_of, count), "exact")
+    for row in rows_of(network, "eager", in_turns(eager, step_of, count), "exact"):
+        yield row | {"calls": calls(functools.partial(step_of, eager[row["arm"]]))}
     compiled = {
         "exact": torch.compile(copy.deepcopy(module)),
         "2 bits": fewbit.compile(copy.deepcopy(module), bits=2),

@@ -20,6 +20,7 @@ from fewbit.runtime.interop.bypass import ReplacingMode, current_mode
 from fewbit.runtime.interop.module_calls import is_compiled_code, leave_to_interpreter
 from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES
 from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.saved.sharing import SharedCopies
 
 _ACTIVATIONS = (
     "celu elu gelu hardsigmoid hardswish leaky_relu logsigmoid mish selu silu softplus softsign tanhshrink "
@@ -157,6 +158,16 @@ _EXPOSING = {
 }
 """Attributes and methods by which a tensor's memory can be written without a change of its version."""
 
+_KEEPING = {
+    torch_functional.binary_cross_entropy,
+    *(
+        getattr(of, name)
+        for of in (torch, torch.Tensor)
+        for name in ("log", "log2", "log10", "logit")
+    ),
+}
+"""Functions that save their first argument in full, and whose gradients grow without limit near its ends."""
+
 
 @dataclass(frozen=True)
 class FunctionQuantizers:
@@ -257,6 +268,8 @@ class FunctionMode(ReplacingMode):
         if function not in self.TABLE:  # most calls end here
             if function in _EXPOSING and not is_compiled_code():
                 self._expose(args)
+            elif function in _KEEPING and not is_compiled_code():
+                self._keep(args)
             return function(*args, **kwargs)
         own = current_mode()
         if own is True or not torch.is_grad_enabled() or is_compiled_code():
@@ -285,13 +298,23 @@ class FunctionMode(ReplacingMode):
 
     def _expose(self, args) -> None:
         """Stop layers from sharing a copy of the tensor args[0], whose memory may now change unnoticed."""
+        copies = self._copies(args)
+        if copies is not None:
+            copies.stop_sharing(args[0])
+
+    def _keep(self, args) -> None:
+        """Tell the layer whose result is args[0] that the result is kept."""
+        copies = self._copies(args)
+        if copies is not None and copies.wanted:
+            copies.is_kept(args[0])
+
+    def _copies(self, args) -> SharedCopies | None:
+        """Return the copies that layers share if args[0] is a tensor in a forward pass of the model, or None."""
         context = self.settings.quantizer.context
         forward = None if context is None else context.running()
         if forward is None or not args or not isinstance(args[0], torch.Tensor):
-            return
-        copies = context.saving(args[0]).shared
-        if copies is not None:
-            copies.stop_sharing(args[0])
+            return None
+        return context.saving(args[0]).shared
 
 
 leave_to_interpreter(FunctionMode.__torch_function__.__code__)

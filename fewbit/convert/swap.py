@@ -23,6 +23,7 @@ from fewbit.errors import InputError
 from fewbit.nn.activations import TwoValued
 from fewbit.nn.base import Quantized
 from fewbit.nn.normalization import Norm
+from fewbit.nn.softmax import Softmax
 from fewbit.runtime.graph.compressor import GraphCompressor
 from fewbit.runtime.interop.bypass import ModeHooks
 from fewbit.runtime.interop.module_calls import (
@@ -220,6 +221,10 @@ def _configure(path, module, settings, context) -> float | None:
         make = settings.make_quantizer
         if isinstance(module, GatedUnit):
             make = settings.make_gate_quantizer
+        elif isinstance(module, Softmax):
+            make = (
+                settings.make_attention_quantizer
+            )  # as for the function, because attention calls both
         elif isinstance(module, Norm | transformers_norms.TransformersRMSNorm):
             of_features = nn.LayerNorm | nn.RMSNorm | transformers_norms.TransformersRMSNorm
             make = partial(

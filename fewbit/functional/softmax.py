@@ -78,13 +78,13 @@ class _Softmax(SavingFunction):
     @staticmethod
     def forward(ctx, x, dim, dtype, quantizer):
         y = torch_functional.softmax(x, dim, dtype=dtype)
-        saved = quantize_softmax(quantizer, y)
+        saved = quantize_softmax(quantizer, y, ctx)
         ctx.dim = dim
         return copies.keep(ctx, y, y=saved)
 
     @staticmethod
     def backward(ctx, grad):
-        y = copies.Kept(ctx).values("y", grad.dtype)
+        y = copies.result_or_copy(ctx, "y", grad.dtype)
         grad = torch._softmax_backward_data(grad, y, ctx.dim, grad.dtype)
         return grad, None, None, None
 

@@ -223,7 +223,10 @@ class Hardswish(_FewBit, nn.Hardswish):
 
 
 class Sigmoid(_FewBit, nn.Sigmoid):
-    """A torch.nn.Sigmoid that computes `fewbit.functional.sigmoid`."""
+    """A torch.nn.Sigmoid that computes `fewbit.functional.sigmoid`.
+
+    A loss that divides by probabilities, such as BCELoss, multiplies its error. `compress_` avoids that.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         return self._run(F.sigmoid, input)

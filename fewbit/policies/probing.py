@@ -176,7 +176,8 @@ class ProbingPolicy(BitPolicy):
             return assignment
         groups = groups_of(module)
         with self._lock:
-            path = vars(module).get(PATH, "")
+            attributes = module.__dict__
+            path = attributes[PATH] if PATH in attributes else ""
             if self._counts(groups):
                 lag = lag_of(module, groups) if groups else 0
                 assignment.probe = self._next_probe(path, groups, lag)

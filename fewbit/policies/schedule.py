@@ -46,8 +46,8 @@ class Schedule(Record):
         step = self.step + 1
         is_early = step < interval and step & (step - 1) == 0
         is_due = self.is_due or is_early or step % interval == 0
-        before = self.turns.get(path)
-        turn = Turn(path, step, 0 if before is None else before.measured)
+        measured = self.turns[path].measured if path in self.turns else 0
+        turn = Turn(path, step, measured)
         return Schedule(step, is_due, {**self.turns, path: turn})
 
     def is_turn_of(self, path: str) -> bool:

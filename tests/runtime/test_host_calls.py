@@ -52,18 +52,18 @@ def conv_bn_relu():
 
 TOKENS, IMAGES = (4, 16, 64), (4, 8, 8, 8)
 BUDGETS = {  # name: (layers, shape of the input, calls of the forward, of the backward; under AdaptiveBits in steps that measure nothing)
-    "linear": (lambda: [nn.Linear(64, 64)], TOKENS, 89, 29, 140, 31),
-    "conv": (lambda: [nn.Conv2d(8, 8, 3)], IMAGES, 97, 22, 148, 24),
-    "layer norm": (lambda: [nn.LayerNorm(64)], TOKENS, 110, 34, 161, 37),
-    "rms norm": (lambda: [nn.RMSNorm(64)], TOKENS, 113, 33, 164, 35),
-    "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 129, 45, 192, 49),
-    "conv, batch norm, ReLU": (conv_bn_relu, IMAGES, 259, 99, 344, 103),
-    "linear, GELU": (lambda: [nn.Linear(64, 64), nn.GELU()], TOKENS, 164, 51, 247, 55),
-    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 86, 36, 114, 36),
-    "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 175, 70, 203, 70),
-    "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 104, 20, 136, 22),
-    "attention": (lambda: [Attention()], (4, 4, 16, 16), 174, 129, 271, 135),
-    "block": (lambda: [Block()], TOKENS, 619, 354, 896, 378),
+    "linear": (lambda: [nn.Linear(64, 64)], TOKENS, 86, 29, 133, 31),
+    "conv": (lambda: [nn.Conv2d(8, 8, 3)], IMAGES, 94, 22, 141, 24),
+    "layer norm": (lambda: [nn.LayerNorm(64)], TOKENS, 107, 34, 154, 37),
+    "rms norm": (lambda: [nn.RMSNorm(64)], TOKENS, 110, 33, 157, 35),
+    "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 126, 45, 185, 49),
+    "conv, batch norm, ReLU": (conv_bn_relu, IMAGES, 256, 99, 337, 103),
+    "linear, GELU": (lambda: [nn.Linear(64, 64), nn.GELU()], TOKENS, 161, 51, 240, 55),
+    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 83, 36, 107, 36),
+    "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 172, 70, 196, 70),
+    "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 106, 11, 145, 11),
+    "attention": (lambda: [Attention()], (4, 4, 16, 16), 170, 129, 263, 135),
+    "block": (lambda: [Block()], TOKENS, 615, 354, 888, 378),
 }
 FILES_OF_LINEAR, OWN_OF_LINEAR = 23, (37, 12)
 

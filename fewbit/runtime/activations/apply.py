@@ -79,8 +79,11 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
         y = fixed_point_copies.activate(x, function, parameters, encoding, inplace)
         if y is not None:
             return y
-    if quantizer is not None and recomputed.keeps_copy(x, function):
-        return recomputed.CopiedActivation.apply(x, function, parameters, inplace, quantizer)
+    if quantizer is not None:
+        if recomputed.keeps_copy(x, function):
+            return recomputed.CopiedActivation.apply(x, function, parameters, inplace, quantizer)
+        if function in recomputed.FROM_RESULT:  # results of a few elements stay exact
+            return torchs_own(x, function, parameters, inplace)
     return autograd.apply_activation(x, function, parameters, encoding, inplace)
 
 

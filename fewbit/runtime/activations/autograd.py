@@ -15,7 +15,7 @@ from fewbit.runtime.format import layout
 from fewbit.runtime.interop.tensor_kinds import is_abstract, is_plain
 from fewbit.runtime.ops import activation_ops, library
 from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
-from fewbit.runtime.quantizers import computed
+from fewbit.runtime.quantizers import computed, copies
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.context import current
 from fewbit.runtime.saved.sharing import place_of
@@ -29,7 +29,7 @@ class Activation(Function):
     def forward(ctx, x, function, parameters, encoding, inplace):
         seed = library.new_seed(x) if encoding.unbiased else None
         ctx.stride = None if x.is_contiguous() else layout.dense_stride(x)
-        ctx.encoding = encoding
+        ctx.encoding, ctx.from_result = encoding, None
         context = current()
         arguments = x, function, parameters, encoding, seed, inplace
         if context is None:
@@ -40,6 +40,9 @@ class Activation(Function):
                 if observed_as is not None:
                     ctx.observed_as = observed_as
             y, packed = _in_context(context, *arguments)
+            if function in recomputed.FROM_RESULT:
+                ctx.from_result = recomputed.FROM_RESULT[function]
+                copies.want_result(ctx, context, y)
         if inplace:
             ctx.mark_dirty(x)
         if offload.running.entered:
@@ -49,6 +52,9 @@ class Activation(Function):
 
     @staticmethod
     def backward(ctx, grad):
+        result = None if ctx.from_result is None else copies.result_of(ctx)
+        if result is not None:
+            return ctx.from_result(grad, result), None, None, None, None
         (packed,) = ctx.saved_tensors
         # The first is the case with create_graph=True, the second with is_grads_batched=True.
         if torch.is_grad_enabled() or not is_plain(grad):

@@ -36,7 +36,7 @@ _DERIVATIVES = {
     "hardswish": _aten.hardswish_backward,
 }
 """{function: torch's function of (gradient, x) that returns the gradient times f'(x)}; autograd computes the others."""
-_FROM_RESULT = {"tanh": _aten.tanh_backward, "sigmoid": _aten.sigmoid_backward}
+FROM_RESULT = {"tanh": _aten.tanh_backward, "sigmoid": _aten.sigmoid_backward}
 """{function: the same of (gradient, f(x))}."""
 
 
@@ -57,9 +57,12 @@ class CopiedActivation(SavingFunction):
     def forward(ctx, x, function, parameters, inplace, quantizer):
         features = usual_features(x.dim())
         ctx.activation = function, parameters
-        if function in _FROM_RESULT:
+        if function in FROM_RESULT:
             y = FORWARD[function](x)
-            return copies.keep(ctx, y, copy=quantizer.quantize(y, features=features))
+            copy = quantizer.quantize(y, features=features)
+            if quantizer.context is not None and copy.trace_anchor is None:
+                copies.want_result(ctx, quantizer.context, y)
+            return copies.keep(ctx, y, copy=copy)
         copy = quantizer.quantize(x, features=features)
         if inplace:
             y = IN_PLACE[function](x, *parameters)
@@ -73,12 +76,11 @@ class CopiedActivation(SavingFunction):
 
     @staticmethod
     def backward(ctx, grad):
-        saved = copies.Kept(ctx).values("copy")
         function, parameters = ctx.activation
-        if function in _FROM_RESULT:
-            grad = _FROM_RESULT[function](grad, saved)
+        if function in FROM_RESULT:
+            grad = FROM_RESULT[function](grad, copies.result_or_copy(ctx, "copy"))
         else:
-            grad = times_derivative(grad, saved, function, parameters)
+            grad = times_derivative(grad, copies.Kept(ctx).values("copy"), function, parameters)
         return grad, None, None, None, None
 
 

@@ -157,6 +157,11 @@ class GraphCompressor:
             if one.rule is None or self._stays(one.argument, one.rule)
         }
         exact |= _without_gain(candidates, settings)
+        shared = context.running().shared
+        if shared is not None and shared.wanted:
+            for one in candidates:
+                if storage_of(one.argument.tensor) in exact:
+                    shared.is_kept(one.argument.tensor)
         candidates.reverse()
         while candidates:  # a tensor is freed as soon as its copies are made
             one = candidates.pop()

@@ -92,7 +92,8 @@ class TrackedModule:
     def __call__(self, *args, **kwargs):
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
-        guard = self.__dict__.get(GUARD)
+        attributes = self.__dict__
+        guard = attributes[GUARD] if GUARD in attributes else None
         is_compiled = self._compiled_call_impl is not None or _callback() is not None
         if guard is None or is_compiled:
             return super().__call__(*args, **kwargs)

@@ -31,7 +31,7 @@ _IS_AVAILABLE = distributed.is_available()
 
 def is_distributed_run() -> bool:
     """Return whether several processes may train a model."""
-    return _IS_AVAILABLE and distributed.is_initialized()
+    return _IS_AVAILABLE and distributed.GroupMember.WORLD is not None
 
 
 def running_replica() -> DistributedDataParallel | None:

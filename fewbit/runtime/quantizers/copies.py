@@ -93,6 +93,27 @@ def keep(ctx, result: Tensor, /, **values: SavedTensors | Tensor | None) -> Tens
     return result
 
 
+def want_result(node, context, y: Tensor) -> None:
+    """Let the layer with this autograd node have its exact result y in the backward pass if y is kept anyway (`result_of`)."""
+    saving = context.saving(y)
+    if saving.shared is not None and not saving.is_region:
+        saving.shared.want_result(node, y)
+
+
+def result_of(node) -> Tensor | None:
+    """Return the exact result that `want_result` has asked for; None if it was not kept, or was changed in place."""
+    y, version = getattr(node, "result", (None, 0))
+    return None if y is None or y._version != version else y
+
+
+def result_or_copy(ctx, name: str, dtype=None) -> Tensor:
+    """Return the result of a layer that `result_of` returns, or else the values of its copy, in `dtype` if given."""
+    y = result_of(ctx)
+    if y is None:
+        return Kept(ctx).values(name, dtype)
+    return y if dtype is None else y.to(dtype)
+
+
 class Kept:
     """The tensors that `keep` has saved, by their names; None if None was saved.
 

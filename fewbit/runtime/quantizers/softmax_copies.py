@@ -10,19 +10,22 @@ from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.spec import SavedTensors
 
 
-def quantize_softmax(quantizer: Quantizer, y: torch.Tensor) -> SavedTensors:
-    """Return a quantized copy of y, a result of softmax, which matrix products with the factor y may use as well.
+def quantize_softmax(quantizer: Quantizer, y: torch.Tensor, node) -> SavedTensors:
+    """Return a quantized copy of y, the result of the softmax with this autograd node, for it and for matrix products.
 
     That adds no bias if the other factor does not depend on y: softmax multiplies its copy by the gradient of y, which
     the product computes from the other factor alone.
     """
     saved = quantizer.quantize(y, usual=UNIFORM)
     context = quantizer.context
-    # A policy measures the bits of every product by itself.
-    if context is not None and context.policy is None and is_eager(y):
-        shared = context.saving(y).shared
-        if shared is not None:
-            shared.put_softmax(y, quantizer.key, saved)
+    if context is None or saved.trace_anchor is not None:
+        return saved
+    saving = context.saving(y)
+    if saving.shared is not None:
+        if context.policy is None:  # a policy measures the bits of every product by itself
+            saving.shared.put_softmax(y, quantizer.key, saved)
+        if not saving.is_region:
+            saving.shared.want_result(node, y)
     return saved
 
 

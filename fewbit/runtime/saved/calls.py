@@ -7,6 +7,7 @@ import torch
 from fewbit.runtime.interop import bypass
 from fewbit.runtime.interop.autograd_graph import next_sequence_number
 from fewbit.runtime.interop.checkpoint import checkpoint_hook, in_backward, reentrant_region
+from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.saved.context import ForwardContext
 from fewbit.runtime.saved.forward import Forward, running
 
@@ -66,8 +67,13 @@ class CallGuard:
             outputs = function(*args, **kwargs)
             if compressor is not None:
                 self._compress(forward, start, outputs, is_outermost=True)
-            if forward.shared is not None and forward.shared.results:
+            shared = forward.shared
+            if shared is not None and shared.results:
                 context.forget_unused(forward)
+            if shared is not None and shared.wanted:
+                is_one = type(outputs) is torch.Tensor
+                for tensor in (outputs,) if is_one else tensors_in(outputs):
+                    shared.is_kept(tensor)
         finally:
             running.forward = outer
             for each in reversed(entered):

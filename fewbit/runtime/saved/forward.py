@@ -152,7 +152,8 @@ class Forward(Saving):
     ):
         super().__init__(assignment, start, groups, shares, part)
         self.context, self.module, self.outer = context, module, outer
-        self.hook, self.is_first, self.activation = checkpoint_hook(), is_first, None
+        self.hook = None if top_hooks(False) is None else checkpoint_hook()
+        self.is_first, self.activation = is_first, None
 
     @property
     def path(self) -> str:

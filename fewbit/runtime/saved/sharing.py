@@ -65,15 +65,27 @@ class SharedCopies:
         results: {place of an activation's result: `ActivationResult`}, in the order of the activations.
         masks: {memory of a ReLU's result: its mask}.
         exposed: the addresses of storages that may change while their version does not.
+        wanted: {address of a result's storage: (autograd node, version, place in the storage)} of layers that use their
+            result in the backward pass instead of a copy, if the result is kept anyway.
     """
 
-    __slots__ = ("_held", "_linear", "copies", "exposed", "keys", "masks", "results")
+    __slots__ = (
+        "_held",
+        "_linear",
+        "copies",
+        "exposed",
+        "keys",
+        "masks",
+        "results",
+        "wanted",
+    )
 
     def __init__(self):
         self.keys, self.results = set(), {}
         self.copies = {}
         self.masks = {}
         self.exposed = set()
+        self.wanted = {}
         self._held = {}  # {address of a storage: weak reference, which keeps the address from being used again}
         self._linear = None  # {autograd node: what computes its result again}
 
@@ -198,6 +210,27 @@ class SharedCopies:
         if self.exposed:
             is_changed = is_changed or not self.exposed.isdisjoint(map(address_of, saved.tensors))
         return None if is_changed else saved
+
+    # -- Results that are kept anyway -------------------------------------------------------------------------
+
+    def want_result(self, node, y: torch.Tensor) -> None:
+        """Let `is_kept` give the result y to the layer with this autograd node, as its attribute `result`."""
+        storage = y.untyped_storage()
+        address = storage._cdata
+        if address not in self._held:
+            self._held[address] = storage._weak_ref()
+        self.wanted[address] = node, y._version, (y.shape, y.stride(), 0)
+
+    def is_kept(self, x: torch.Tensor) -> None:
+        """Record that x is kept until the backward pass. It may be a layer's result or a view of it."""
+        try:
+            address = x.untyped_storage()._cdata
+        except (RuntimeError, NotImplementedError):
+            return  # sparse tensors have no storage
+        if address in self.wanted and address not in self.exposed:
+            node, version, place = self.wanted[address]
+            if x._version == version:
+                node.result = x.detach().as_strided(*place), version
 
     # -- Masks ---------------------------------------------------------------------------------------------
 

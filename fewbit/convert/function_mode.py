@@ -303,10 +303,11 @@ class FunctionMode(ReplacingMode):
             copies.stop_sharing(args[0])
 
     def _keep(self, args) -> None:
-        """Tell the layer whose result is args[0] that the result is kept."""
+        """Let a layer use its result, which is args[0] or from which args[0] was computed, in the backward pass."""
         copies = self._copies(args)
         if copies is not None and copies.wanted:
             copies.is_kept(args[0])
+            copies.keep_source(args[0])
 
     def _copies(self, args) -> SharedCopies | None:
         """Return the copies that layers share if args[0] is a tensor in a forward pass of the model, or None."""

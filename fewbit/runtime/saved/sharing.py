@@ -20,6 +20,8 @@ FIXED_POINT = "pre-activation"
 _SOFTMAX = "softmax"
 _storages = torch.UntypedStorage
 _UNKNOWN = object()
+_STEPS = 4
+"""The number of operations between a result and the argument of a logarithm that `keep_source` looks through."""
 
 
 def place_of(x: torch.Tensor, changes: int = 0, stride=_UNKNOWN) -> tuple | None:
@@ -65,8 +67,8 @@ class SharedCopies:
         results: {place of an activation's result: `ActivationResult`}, in the order of the activations.
         masks: {memory of a ReLU's result: its mask}.
         exposed: the addresses of storages that may change while their version does not.
-        wanted: {address of a result's storage: (autograd node, version, place in the storage)} of layers that use their
-            result in the backward pass instead of a copy, if the result is kept anyway.
+        wanted: {address of a result's storage: (autograd node, version, place in the storage, weak reference to the
+            result)} of layers that use their result in the backward pass instead of a copy, if the result is kept anyway.
     """
 
     __slots__ = (
@@ -219,7 +221,21 @@ class SharedCopies:
         address = storage._cdata
         if address not in self._held:
             self._held[address] = storage._weak_ref()
-        self.wanted[address] = node, y._version, (y.shape, y.stride(), 0)
+        self.wanted[address] = node, y._version, (y.shape, y.stride(), 0), weakref.ref(y)
+
+    def keep_source(self, x: torch.Tensor) -> None:
+        """Keep the result from which x was computed in a few steps, such as `x = y.clamp(min=1e-6)`, if it still exists."""
+        wanted = {node: result for node, _, _, result in self.wanted.values()}
+        node = x.grad_fn
+        for _ in range(_STEPS):
+            if node in wanted:
+                y = wanted[node]()
+                return None if y is None else self.is_kept(y)
+            before = [] if node is None else [each for each, _ in node.next_functions if each]
+            if len(before) != 1:
+                return None
+            (node,) = before
+        return None
 
     def is_kept(self, x: torch.Tensor) -> None:
         """Record that x is kept until the backward pass. It may be a layer's result or a view of it."""
@@ -228,7 +244,7 @@ class SharedCopies:
         except (RuntimeError, NotImplementedError):
             return  # sparse tensors have no storage
         if address in self.wanted and address not in self.exposed:
-            node, version, place = self.wanted[address]
+            node, version, place, _ = self.wanted[address]
             if x._version == version:
                 node.result = x.detach().as_strided(*place), version
 

@@ -12,6 +12,7 @@ from fewbit.runtime.activations import autograd, recomputed, tables
 from fewbit.runtime.activations.callable_tables import check_result, name_of
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
+from fewbit.runtime.format.groups import LEAST_FEATURES
 from fewbit.runtime.format.tensor_checks import FLOATING
 from fewbit.runtime.interop.bypass import bypass
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_plain
@@ -82,7 +83,7 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
     if quantizer is not None:
         if recomputed.keeps_copy(x, function):
             return recomputed.CopiedActivation.apply(x, function, parameters, inplace, quantizer)
-        if function in recomputed.FROM_RESULT:  # results of a few elements stay exact
+        if function in recomputed.OF_HEADS and x.numel() < LEAST_FEATURES:
             return torchs_own(x, function, parameters, inplace)
     return autograd.apply_activation(x, function, parameters, encoding, inplace)
 

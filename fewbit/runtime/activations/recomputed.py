@@ -39,6 +39,9 @@ _DERIVATIVES = {
 FROM_RESULT = {"tanh": _aten.tanh_backward, "sigmoid": _aten.sigmoid_backward}
 """{function: the same of (gradient, f(x))}."""
 
+OF_HEADS = frozenset({*FROM_RESULT, "softplus"})
+"""The functions that often compute a network's few results, by which losses may divide."""
+
 
 def keeps_copy(x: Tensor, function: str) -> bool:
     """Return whether an activation saves a copy of its input x in place of codes.

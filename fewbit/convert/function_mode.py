@@ -158,15 +158,15 @@ _EXPOSING = {
 }
 """Attributes and methods by which a tensor's memory can be written without a change of its version."""
 
+_LOGARITHMS = "log log2 log10 log1p logit reciprocal xlogy".split()
 _KEEPING = {
     torch_functional.binary_cross_entropy,
-    *(
-        getattr(of, name)
-        for of in (torch, torch.Tensor)
-        for name in ("log", "log2", "log10", "logit")
-    ),
+    torch.Tensor.__rtruediv__,
+    *(getattr(of, name) for of in (torch, torch.Tensor) for name in _LOGARITHMS),
+    *(getattr(torch.Tensor, f"{name}_") for name in _LOGARITHMS),
+    *(getattr(torch.special, name) for name in ("log1p", "logit", "xlogy", "xlog1py")),
 }
-"""Functions that save their first argument in full, and whose gradients grow without limit near its ends."""
+"""Functions of probabilities whose gradients grow without limit near 0 or 1."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class FunctionMode(ReplacingMode):
             if function in _EXPOSING and not is_compiled_code():
                 self._expose(args)
             elif function in _KEEPING and not is_compiled_code():
-                self._keep(args)
+                self._keep((*args, *kwargs.values()))
             return function(*args, **kwargs)
         own = current_mode()
         if own is True or not torch.is_grad_enabled() or is_compiled_code():
@@ -302,12 +302,16 @@ class FunctionMode(ReplacingMode):
         if copies is not None:
             copies.stop_sharing(args[0])
 
-    def _keep(self, args) -> None:
-        """Let a layer use its result, which is args[0] or from which args[0] was computed, in the backward pass."""
-        copies = self._copies(args)
-        if copies is not None and copies.wanted:
-            copies.is_kept(args[0])
-            copies.keep_source(args[0])
+    def _keep(self, values) -> None:
+        """Let layers use their results that are among the values, or from which values were computed, in the backward pass."""
+        if not torch.is_grad_enabled():
+            return
+        for x in values:
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                copies = self._copies((x,))
+                if copies is not None and copies.wanted:
+                    copies.is_kept(x)
+                    copies.keep_source(x)
 
     def _copies(self, args) -> SharedCopies | None:
         """Return the copies that layers share if args[0] is a tensor in a forward pass of the model, or None."""

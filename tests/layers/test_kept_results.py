@@ -28,7 +28,7 @@ RETURNS = {
     "result": lambda y: y,
     "view": lambda y: y.view(-1),
     "transposed": lambda y: y.t(),
-    "part": lambda y: y[:, :4],
+    "half": lambda y: y[:, 1::2],
     "containers": lambda y: {"all": (y, [1])},
 }
 POLICIES = [2, fewbit.AdaptiveBits(2), fewbit.ErrorBound(0.5)]
@@ -68,6 +68,11 @@ KEEPING = {
     "log": lambda y: y.log().sum(),
     "log2": lambda y: torch.log2(y.view(-1)).sum(),
     "logit": lambda y: torch.logit(y.clamp(1e-6, 1 - 1e-6)).sum() + y.log10().mean(),
+    "keyword": lambda y: torch.log(input=y).sum(),
+    "in place": lambda y: (y + 1e-6).log_().sum(),
+    "xlogy": lambda y: torch.xlogy(y.detach(), y).sum(),
+    "quotient": lambda y: (1 / (y + 1e-3)).sum(),
+    "normalized": lambda y: (y / y.sum(-1, keepdim=True)).clamp(min=1e-6).log().sum(),
     "both sides": lambda y: (0.5 * torch.log(1 - y.view(-1).clamp(max=0.999)) + y.mean()).sum(),
 }
 
@@ -156,6 +161,84 @@ def test_a_result_in_a_checkpointed_region_is_copied():
     fewbit.compress_(region.train(), 2, verbose=False)
     found = gradient(region, x, sum_of_squares)
     assert 0 < (found - expected).norm() < expected.norm()
+
+
+NOT_KEPT = {
+    "detached": lambda y, weight: ((y @ weight).sum(), y.detach()),
+    "part": lambda y, weight: ((y @ weight).sum(), y[:, :4]),
+    "other dtype": lambda y, weight: ((y @ weight).sum(), y.detach().view(torch.int32)),
+    "without gradients": lambda y, weight: (y @ weight).sum() + y.detach().log().mean(),
+    "mean": lambda y, weight: (y @ weight).sum() + 1e-9 * y.mean(0).log().sum(),
+    "changed": lambda y, weight: ((y.clone() @ weight).sum(), y.mul_(2)),
+    "exposed": lambda y, weight: (y @ weight).sum() + 0 * y.data.sum() + 1e-9 * y.log().sum(),
+    "lazy": lambda y, weight: ((y @ weight).sum(), nn.parameter.UninitializedParameter()),
+    "nothing": lambda y, weight: ((y @ weight).sum(), None),
+}
+
+
+@pytest.mark.parametrize("returns", NOT_KEPT)
+def test_results_that_are_not_kept(returns):
+    x, weight = normal(SHAPE), normal((SHAPE[1], 8), seed=1)
+    first = lambda outputs: outputs[0] if isinstance(outputs, tuple) else outputs  # noqa: E731
+    ends = lambda y: NOT_KEPT[returns](y, weight)  # noqa: E731
+    expected = gradient(Model(torch.sigmoid, lambda y: (y @ weight).sum()), x, torch.clone)
+    model, x = compressed("sigmoid", ends), x.requires_grad_()
+    first(model(x)).backward()
+    assert 0 < (x.grad - expected).norm() < expected.norm()
+
+
+@pytest.mark.parametrize("function", ["sigmoid", "softmax", "exp"])
+@pytest.mark.parametrize("bits", [2, fewbit.ErrorBound(0.5)], ids=repr)
+def test_a_second_derivative_is_refused(function, bits):
+    model, x = compressed(function, bits=bits), normal(SHAPE).requires_grad_()
+    (grad,) = torch.autograd.grad(sum_of_squares(model(x)), x, create_graph=True)
+    with pytest.raises(fewbit.GradientError):
+        grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("function", ["sigmoid", "softmax", "exp"])
+def test_a_second_backward_pass_needs_the_graph(function):
+    model, x = compressed(function), normal(SHAPE).requires_grad_()
+    loss = sum_of_squares(model(x))
+    loss.backward(retain_graph=True)
+    first = x.grad.clone()
+    loss.backward()
+    assert torch.equal(x.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("function", ["sigmoid", "softmax", "exp"])
+def test_hooks_for_saved_tensors_get_the_result(function):
+    model, x, seen = compressed(function), normal(SHAPE, scale=4).requires_grad_(), []
+    unpack = lambda packed: seen.append("unpacked") or packed.clone()  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: seen.append(y.shape) or y, unpack):
+        y = model(x)
+    assert torch.Size(SHAPE) in seen
+    loss_of(y).backward()
+    assert "unpacked" in seen
+    expected = gradient(Model(FUNCTIONS[function](), torch.clone), x.detach())
+    torch.testing.assert_close(x.grad, expected)
+
+
+@pytest.mark.parametrize("function", ["sigmoid", "softmax"])
+def test_saved_bytes_count_a_kept_result(function):
+    x = normal(SHAPE).requires_grad_()
+    returned = fewbit.saved_bytes(compressed(function), x).total
+    copied = fewbit.saved_bytes(compressed(function, lambda y: y.sum()), x).total
+    assert returned == copied + 4 * x.numel()
+
+
+def test_a_result_is_freed_by_the_last_backward_pass():
+    model, x = compressed("softmax", lambda y: y.log().mean()), normal(SHAPE).requires_grad_()
+    loss = model(x)
+    loss.backward(retain_graph=True)
+    node = loss.grad_fn
+    while not hasattr(node, "kept"):
+        ((node, _),) = node.next_functions
+    assert hasattr(node, "result")
+    loss.backward()
+    assert not hasattr(node, "result")
 
 
 def test_nothing_outlives_the_graph():

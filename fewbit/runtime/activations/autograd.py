@@ -19,7 +19,7 @@ from fewbit.runtime.quantizers import computed, copies
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.context import current
 from fewbit.runtime.saved.sharing import place_of
-from fewbit.runtime.saved.single_backward import graph_anchors
+from fewbit.runtime.saved.single_backward import Once, graph_anchors
 
 
 class Activation(Function):
@@ -54,7 +54,11 @@ class Activation(Function):
     def backward(ctx, grad):
         result = None if ctx.from_result is None else copies.result_of(ctx)
         if result is not None:
-            return ctx.from_result(grad, result), None, None, None, None
+            with torch.no_grad():
+                found = ctx.from_result(grad, result)
+            if torch.is_grad_enabled():
+                found = Once.apply(found, grad, *graph_anchors(ctx))
+            return found, None, None, None, None
         (packed,) = ctx.saved_tensors
         # The first is the case with create_graph=True, the second with is_grads_batched=True.
         if torch.is_grad_enabled() or not is_plain(grad):

@@ -21,7 +21,8 @@ def observed(backward, context, grads):
     """Run the backward of a layer that has saved tensors with slots, let probes measure, and return the results."""
     probes = dict(getattr(context, OBSERVED, ()))
     if probes:
-        context = ObservedContext(context, context.kept, context.saved_tensors)
+        result = getattr(context, "result", None)
+        context = ObservedContext(context, context.kept, context.saved_tensors, result)
     results = backward(context, *grads)
     slots = _slots_of(context)
     for slot in slots:
@@ -55,8 +56,17 @@ def _slots_of(context) -> list:
 class ObservedContext:
     """An autograd context whose saved tensors can be read repeatedly, also within a checkpoint."""
 
-    def __init__(self, context, kept, saved_tensors):
+    def __init__(self, context, kept, saved_tensors, result):
         self._context, self.kept, self.saved_tensors = context, kept, saved_tensors
+        self._result = result
+
+    @property
+    def result(self):
+        return self._result
+
+    @result.deleter
+    def result(self):
+        vars(self._context).pop("result", None)  # this context is read again
 
     def __getattr__(self, name):
         return getattr(self._context, name)
@@ -78,7 +88,7 @@ class ObservedContext:
                 begin, end, spec = entry
                 spec = mapped(spec, self.saved_tensors[begin:end], replaced)
                 kept[name] = begin, end, spec
-        return ObservedContext(self._context, kept, self.saved_tensors)
+        return ObservedContext(self._context, kept, self.saved_tensors, self._result)
 
 
 def with_noise(context: ObservedContext, slot, level: int, probe) -> ObservedContext:

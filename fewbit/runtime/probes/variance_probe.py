@@ -162,7 +162,7 @@ class VarianceProbe:
             torch.autograd.Variable._execution_engine.queue_callback(_End(self))
 
     def reached(self, slots) -> None:
-        """Record that a backward pass dequantized tensors of these slots in a layer that is not measured.
+        """Record that a backward pass reached a layer that is not measured and has saved tensors of these slots.
 
         Their effects become unknown; after `torch.autograd.grad` within the forward pass, only if the step's own
         backward pass does not measure them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fewbit.runtime.format import layout
@@ -12,6 +13,8 @@ from fewbit.runtime.format.tensor_checks import seed_on
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import quantizer_ops
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors
+
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class UnquantizedSpec(NamedTuple):
@@ -102,8 +105,15 @@ def want_result(node, context, y: Tensor) -> None:
 
 def result_of(node) -> Tensor | None:
     """Return the exact result that `want_result` has asked for; None if it was not kept, or was changed in place."""
-    y, version = getattr(node, "result", (None, 0))
-    return None if y is None or y._version != version else y
+    found = getattr(node, "result", None)
+    if found is None:
+        return None
+    y, version, unpack = found
+    if not _keeps_graph():
+        del node.result  # as autograd frees saved tensors
+    if unpack is not None:
+        return unpack(y)
+    return y if y._version == version else None
 
 
 def result_or_copy(ctx, name: str, dtype=None) -> Tensor:

@@ -87,7 +87,7 @@ class Probe(Protocol):
         """Follow the backward pass that starts at the model's outputs, tensors in nested containers."""
 
     def reached(self, slots) -> None:
-        """Record that a layer's backward dequantized tensors of these slots, and that `probe` cannot measure them."""
+        """Record that a layer whose backward ran has saved tensors of these slots, and that `probe` cannot measure them."""
 
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
         """Measure one layer in the backward pass.
@@ -98,7 +98,7 @@ class Probe(Protocol):
             context: the context of the layer's autograd Function.
             grads: the gradients of the layer's results.
             results: the gradients that `backward` returned.
-            slots: the slots whose tensors `backward` dequantized.
+            slots: the slots of the tensors that the layer has saved.
         """
 
     def noise(self, rows: torch.Tensor, slot: TensorSlot, level: int, errors) -> torch.Tensor:

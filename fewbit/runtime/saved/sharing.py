@@ -13,6 +13,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from fewbit.runtime.format import layout
+from fewbit.runtime.interop.checkpoint import top_hooks
 from fewbit.runtime.interop.cuda_streams import stream_of
 from fewbit.runtime.saved import offload
 
@@ -20,8 +21,8 @@ FIXED_POINT = "pre-activation"
 _SOFTMAX = "softmax"
 _storages = torch.UntypedStorage
 _UNKNOWN = object()
-_STEPS = 4
-"""The number of operations between a result and the argument of a logarithm that `keep_source` looks through."""
+_STEPS, _MOST_PATHS = 5, 8
+"""How far back from the argument of a logarithm `keep_source` looks for a result: the operations, and the paths side by side."""
 
 
 def place_of(x: torch.Tensor, changes: int = 0, stride=_UNKNOWN) -> tuple | None:
@@ -67,8 +68,8 @@ class SharedCopies:
         results: {place of an activation's result: `ActivationResult`}, in the order of the activations.
         masks: {memory of a ReLU's result: its mask}.
         exposed: the addresses of storages that may change while their version does not.
-        wanted: {address of a result's storage: (autograd node, version, place in the storage, weak reference to the
-            result)} of layers that use their result in the backward pass instead of a copy, if the result is kept anyway.
+        wanted: {autograd node: (version, weak reference) of its result}, for layers that use their result in the backward
+            pass instead of a copy, if the result is kept anyway.
     """
 
     __slots__ = (
@@ -216,37 +217,43 @@ class SharedCopies:
     # -- Results that are kept anyway -------------------------------------------------------------------------
 
     def want_result(self, node, y: torch.Tensor) -> None:
-        """Let `is_kept` give the result y to the layer with this autograd node, as its attribute `result`."""
-        storage = y.untyped_storage()
-        address = storage._cdata
-        if address not in self._held:
-            self._held[address] = storage._weak_ref()
-        self.wanted[address] = node, y._version, (y.shape, y.stride(), 0), weakref.ref(y)
+        """Let `is_kept` give the result y to the layer with this autograd node, as the node's attribute `result`."""
+        self.wanted[node] = y._version, weakref.ref(y)
+
+    def is_kept(self, x: torch.Tensor) -> None:
+        """Record that x is kept until the backward pass. It may be a layer's result, or a view of at least half of it."""
+        # Parameters of lazy modules refuse access through `__torch_function__`.
+        with torch._C.DisableTorchFunctionSubclass():
+            if not x.requires_grad:
+                return
+            y = x._base if x._is_view() else x
+            node = y.grad_fn
+            if node not in self.wanted or y._version != self.wanted[node][0]:
+                return
+            if y is not x and y.numel() > 2 * x.numel():
+                return
+            if self.exposed and address_of(y) in self.exposed:
+                return
+            y, hooks = y.detach(), top_hooks(False)
+            if hooks is None:
+                node.result = y, y._version, None
+            else:  # as torch saves tensors
+                pack, unpack = hooks
+                node.result = pack(y), None, unpack
 
     def keep_source(self, x: torch.Tensor) -> None:
         """Keep the result from which x was computed in a few steps, such as `x = y.clamp(min=1e-6)`, if it still exists."""
-        wanted = {node: result for node, _, _, result in self.wanted.values()}
-        node = x.grad_fn
+        found, seen, level = set(), set(), {x.grad_fn} - {None}
         for _ in range(_STEPS):
-            if node in wanted:
-                y = wanted[node]()
-                return None if y is None else self.is_kept(y)
-            before = [] if node is None else [each for each, _ in node.next_functions if each]
-            if len(before) != 1:
-                return None
-            (node,) = before
-        return None
-
-    def is_kept(self, x: torch.Tensor) -> None:
-        """Record that x is kept until the backward pass. It may be a layer's result or a view of it."""
-        try:
-            address = x.untyped_storage()._cdata
-        except (RuntimeError, NotImplementedError):
-            return  # sparse tensors have no storage
-        if address in self.wanted and address not in self.exposed:
-            node, version, place, _ = self.wanted[address]
-            if x._version == version:
-                node.result = x.detach().as_strided(*place), version
+            found |= level & self.wanted.keys()
+            seen |= level
+            before = {each for node in level - found for each, _ in node.next_functions}
+            level = before - seen - {None}
+            if len(level) > _MOST_PATHS:
+                return
+        y = self.wanted[found.pop()][1]() if len(found) == 1 else None
+        if y is not None and y.numel() <= 2 * x.numel():
+            self.is_kept(y)
 
     # -- Masks ---------------------------------------------------------------------------------------------
 

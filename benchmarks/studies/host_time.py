@@ -4,9 +4,9 @@
     python benchmarks/study.py host_time --quick      # stores nothing
 
 A step is a forward and a backward of four equal layers or blocks, in one thread, whose processor time is measured, so that other
-programs do not count. The arms take turns step by step; a row has the
-median of the ratios to exact training, eager arms to eager and `fewbit.compile` to torch.compile, and the quartiles of the ratios.
-"calls" are those of Python functions and from Python in an eager step. First, gradients at 8 bits are compared with exact gradients. The rows "op" are calls of single ops of compiled code, in C++ and in
+programs do not count. The arms take turns step by step; a row has the median of the ratios to exact training, eager arms to eager
+and `fewbit.compile` to torch.compile, the quartiles of the ratios, and in eager mode the calls of Python functions and from Python.
+First, gradients at 8 bits are compared with exact gradients. The rows "op" are calls of single ops of compiled code, in C++ and in
 Python (decision 24).
 
 Writes results/host_time.json.

@@ -310,7 +310,7 @@ class FunctionMode(ReplacingMode):
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 copies = self._copies((x,))
                 if copies is not None and copies.wanted:
-                    copies.is_kept(x)
+                    copies.note_kept(x)
                     copies.keep_source(x)
 
     def _copies(self, args) -> SharedCopies | None:

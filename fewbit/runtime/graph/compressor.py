@@ -161,7 +161,7 @@ class GraphCompressor:
         if shared is not None and shared.wanted:
             for one in candidates:
                 if storage_of(one.argument.tensor) in exact:
-                    shared.is_kept(one.argument.tensor)
+                    shared.note_kept(one.argument.tensor)
         candidates.reverse()
         while candidates:  # a tensor is freed as soon as its copies are made
             one = candidates.pop()

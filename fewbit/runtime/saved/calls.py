@@ -73,7 +73,7 @@ class CallGuard:
             if shared is not None and shared.wanted:
                 is_one = type(outputs) is torch.Tensor
                 for tensor in (outputs,) if is_one else tensors_in(outputs):
-                    shared.is_kept(tensor)
+                    shared.note_kept(tensor)
         finally:
             running.forward = outer
             for each in reversed(entered):

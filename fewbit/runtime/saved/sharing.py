@@ -217,10 +217,10 @@ class SharedCopies:
     # -- Results that are kept anyway -------------------------------------------------------------------------
 
     def want_result(self, node, y: torch.Tensor) -> None:
-        """Let `is_kept` give the result y to the layer with this autograd node, as the node's attribute `result`."""
+        """Let `note_kept` give the result y to the layer with this autograd node, as the node's attribute `result`."""
         self.wanted[node] = y._version, weakref.ref(y)
 
-    def is_kept(self, x: torch.Tensor) -> None:
+    def note_kept(self, x: torch.Tensor) -> None:
         """Record that x is kept until the backward pass. It may be a layer's result, or a view of at least half of it."""
         # Parameters of lazy modules refuse access through `__torch_function__`.
         with torch._C.DisableTorchFunctionSubclass():
@@ -253,7 +253,7 @@ class SharedCopies:
                 return
         y = self.wanted[found.pop()][1]() if len(found) == 1 else None
         if y is not None and y.numel() <= 2 * x.numel():
-            self.is_kept(y)
+            self.note_kept(y)
 
     # -- Masks ---------------------------------------------------------------------------------------------
 

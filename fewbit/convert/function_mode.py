@@ -161,6 +161,8 @@ _EXPOSING = {
 _LOGARITHMS = "log log2 log10 log1p logit reciprocal xlogy".split()
 _KEEPING = {
     torch_functional.binary_cross_entropy,
+    torch_functional.gaussian_nll_loss,
+    torch_functional.kl_div,
     torch.Tensor.__rtruediv__,
     *(getattr(of, name) for of in (torch, torch.Tensor) for name in _LOGARITHMS),
     *(getattr(torch.Tensor, f"{name}_") for name in _LOGARITHMS),

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from fewbit.config import MASKED, ROTATED
-from fewbit.runtime.format.channels import Statistics
+from fewbit.runtime.format.channels import Statistics, map_affine
 from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.quantizers.quantizer import Quantizer
-from fewbit.runtime.quantizers.spec import SavedTensors, map_affine
+from fewbit.runtime.quantizers.spec import SavedTensors
 
 
 class Noise:

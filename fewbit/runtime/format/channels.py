@@ -100,3 +100,13 @@ def runs_of(chosen: list[int]) -> list[list[int]]:
     """Return the chosen rows in four runs, which are summed one after the other."""
     ends = [run * len(chosen) // 4 for run in range(5)]
     return [chosen[begin:end] for begin, end in pairwise(ends)]
+
+
+def map_affine(values: torch.Tensor, affine) -> torch.Tensor:
+    """Compute values * scale + shift in place. `affine` is (scale, shift, _), each of which may be None."""
+    scale, shift, _ = affine or (None, None, None)
+    if scale is not None:
+        values.mul_(scale)
+    if shift is not None:
+        values.add_(shift)
+    return values

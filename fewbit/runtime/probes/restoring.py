@@ -9,7 +9,7 @@ import torch
 
 from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import layout
-from fewbit.runtime.quantizers.spec import map_affine, mapped
+from fewbit.runtime.format.channels import map_affine
 
 HAS_COLLECTIVES = "backward_has_collectives"
 """An attribute of autograd Functions, True if the backward calls collectives and so must run equally often in all processes."""
@@ -51,6 +51,13 @@ def _slots_of(context) -> list:
         if entry is not None and entry[2] is not None:
             mapped(entry[2], (), note)
     return list(slots.values())
+
+
+def mapped(spec, tensors, function):
+    """Return `spec` with function(s, its tensors) in place of each spec s in it that has a slot."""
+    if hasattr(spec, "mapped"):
+        return spec.mapped(tensors, function)
+    return spec if getattr(spec, "slot", None) is None else function(spec, tensors)
 
 
 class ObservedContext:

@@ -6,7 +6,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, map_affine
+from fewbit.runtime.format.channels import map_affine
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec
 
 
 class SlotCodec(Protocol):

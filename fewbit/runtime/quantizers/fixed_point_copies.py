@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 
 from fewbit.runtime.format import layout
-from fewbit.runtime.format.channels import Statistics
+from fewbit.runtime.format.channels import Statistics, map_affine
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.interop.tensor_kinds import is_eager
 from fewbit.runtime.ops import fixed_point
-from fewbit.runtime.quantizers.spec import SavedTensors, flat, map_affine, unsharded
+from fewbit.runtime.quantizers.spec import SavedTensors, flat, unsharded
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.forward import running
 from fewbit.runtime.saved.sharing import FIXED_POINT, place_of

@@ -16,13 +16,8 @@ from fewbit.runtime import backends
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.cuda_streams import stream_of
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.quantizers.spec import (
-    QuantizedTensorSpec,
-    SavedTensors,
-    flat,
-    mapped,
-    unsharded,
-)
+from fewbit.runtime.probes.restoring import mapped
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors, flat, unsharded
 from fewbit.runtime.saved.sharing import address_of, place_of
 
 _IN_KERNELS = torch.float32, torch.float16, torch.bfloat16

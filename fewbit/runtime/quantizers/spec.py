@@ -18,7 +18,7 @@ from fewbit.config import MASKED, UNIFORM
 from fewbit.runtime import backends
 from fewbit.runtime.backends.reference_quantizer import in_dtype
 from fewbit.runtime.format import groups, layout
-from fewbit.runtime.format.channels import Normalization
+from fewbit.runtime.format.channels import Normalization, map_affine
 from fewbit.runtime.format.distortion import distortion
 from fewbit.runtime.interop.tensor_kinds import (
     PLAIN_CLASSES,
@@ -30,6 +30,7 @@ from fewbit.runtime.interop.tensor_kinds import (
 )
 from fewbit.runtime.ops import quantizer_ops
 from fewbit.runtime.parallel.process_groups import is_distributed_run
+from fewbit.runtime.probes.restoring import mapped
 from fewbit.runtime.saved.assignment import TensorSlot
 
 
@@ -156,13 +157,6 @@ def spec_of(
     stride = layout.contiguous_stride(shape) if stride is None else tuple(stride)
     of = bits, group_size, tuple(shape), stride, dtype
     return QuantizedTensorSpec(*of, samples, None, kind, has_mask, has_channels)
-
-
-def mapped(spec, tensors, function):
-    """Return `spec` with function(s, its tensors) in place of each spec s in it that has a slot."""
-    if hasattr(spec, "mapped"):
-        return spec.mapped(tensors, function)
-    return spec if getattr(spec, "slot", None) is None else function(spec, tensors)
 
 
 class PermutedSpec(NamedTuple):
@@ -354,16 +348,6 @@ def unsharded(weight, bias) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if not is_distributed_run():
         return weight, bias
     return tuple(None if vector is None else vector.detach().clone() for vector in (weight, bias))
-
-
-def map_affine(values: torch.Tensor, affine) -> torch.Tensor:
-    """Compute values * scale + shift in place. `affine`: as in `QuantizedTensorSpec.dequantize`."""
-    scale, shift, _ = affine or (None, None, None)
-    if scale is not None:
-        values.mul_(scale)
-    if shift is not None:
-        values.add_(shift)
-    return values
 
 
 def flat(vector: torch.Tensor | None) -> torch.Tensor | None:

@@ -132,10 +132,14 @@ def test_a_larger_error_is_advised_only_if_it_helps(monkeypatch):
     """With the advised bound a choice fits; without any bound, no choice fits in less memory, and none is advised."""
     model, batch = language(layers=2, dropout=0.0)
     monkeypatch.setattr(examination, "OPTIONS", (EXACT, Option(4), Option(2)))
-    message = refusal(model, batch, 6 * MIB, error=1e-9)
-    advised = float(re.search(r"error=([\d.e-]+)", message)[1])
-    found = fit(model, batch, 6 * MIB, error=advised)
-    assert found.peak <= 6 * MIB and 0.5 * advised < found.error <= advised
+    for _ in range(3):  # the second fit may measure other times, and choose an option with a smaller error
+        message = refusal(model, batch, 6 * MIB, error=1e-9)
+        advised = float(re.search(r"error=([\d.e-]+)", message)[1])
+        found = fit(model, batch, 6 * MIB, error=advised)
+        assert found.peak <= 6 * MIB and found.error <= advised
+        if found.error > 0.5 * advised:
+            break
+    assert found.error > 0.5 * advised
     model, batch = language(layers=2, dropout=0.0)
     assert "error=" not in refusal(model, batch, 3 * MIB, error=1e-9)
 

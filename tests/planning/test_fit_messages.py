@@ -132,7 +132,7 @@ def test_a_larger_error_is_advised_only_if_it_helps(monkeypatch):
     """With the advised bound a choice fits; without any bound, no choice fits in less memory, and none is advised."""
     model, batch = language(layers=2, dropout=0.0)
     monkeypatch.setattr(examination, "OPTIONS", (EXACT, Option(4), Option(2)))
-    for _ in range(3):  # the second fit may measure other times, and choose an option with a smaller error
+    for _ in range(3):  # the second fit may find other times, and choose a smaller error
         message = refusal(model, batch, 6 * MIB, error=1e-9)
         advised = float(re.search(r"error=([\d.e-]+)", message)[1])
         found = fit(model, batch, 6 * MIB, error=advised)

@@ -158,14 +158,14 @@ _EXPOSING = {
 }
 """Attributes and methods by which a tensor's memory can be written without a change of its version."""
 
-_LOGARITHMS = "log log2 log10 log1p logit reciprocal xlogy".split()
+_SINGULAR = "log log2 log10 log1p logit reciprocal xlogy".split()
 _KEEPING = {
     torch_functional.binary_cross_entropy,
     torch_functional.gaussian_nll_loss,
     torch_functional.kl_div,
     torch.Tensor.__rtruediv__,
-    *(getattr(of, name) for of in (torch, torch.Tensor) for name in _LOGARITHMS),
-    *(getattr(torch.Tensor, f"{name}_") for name in _LOGARITHMS),
+    *(getattr(of, name) for of in (torch, torch.Tensor) for name in _SINGULAR),
+    *(getattr(torch.Tensor, f"{name}_") for name in _SINGULAR),
     *(getattr(torch.special, name) for name in ("log1p", "logit", "xlogy", "xlog1py")),
 }
 """Functions of probabilities whose gradients grow without limit near 0 or 1."""
@@ -300,7 +300,7 @@ class FunctionMode(ReplacingMode):
 
     def _expose(self, args) -> None:
         """Stop layers from sharing a copy of the tensor args[0], whose memory may now change unnoticed."""
-        copies = self._copies(args)
+        copies = self._copies(args[0]) if args else None
         if copies is not None:
             copies.stop_sharing(args[0])
 
@@ -310,18 +310,17 @@ class FunctionMode(ReplacingMode):
             return
         for x in values:
             if isinstance(x, torch.Tensor) and x.requires_grad:
-                copies = self._copies((x,))
-                if copies is not None and copies.wanted:
-                    copies.note_kept(x)
+                copies = self._copies(x)
+                if copies is not None and copies.wanted and not copies.note_kept(x):
                     copies.keep_source(x)
 
-    def _copies(self, args) -> SharedCopies | None:
-        """Return the copies that layers share if args[0] is a tensor in a forward pass of the model, or None."""
+    def _copies(self, x) -> SharedCopies | None:
+        """Return the copies that layers share if x is a tensor in a forward pass of the model, or None."""
         context = self.settings.quantizer.context
         forward = None if context is None else context.running()
-        if forward is None or not args or not isinstance(args[0], torch.Tensor):
+        if forward is None or not isinstance(x, torch.Tensor):
             return None
-        return context.saving(args[0]).shared
+        return context.saving(x).shared
 
 
 leave_to_interpreter(FunctionMode.__torch_function__.__code__)

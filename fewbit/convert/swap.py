@@ -222,9 +222,8 @@ def _configure(path, module, settings, context) -> float | None:
         if isinstance(module, GatedUnit):
             make = settings.make_gate_quantizer
         elif isinstance(module, Softmax):
-            make = (
-                settings.make_attention_quantizer
-            )  # as for the function, because attention calls both
+            # Attention calls the module or the function, so both have its bits.
+            make = settings.make_attention_quantizer
         elif isinstance(module, Norm | transformers_norms.TransformersRMSNorm):
             of_features = nn.LayerNorm | nn.RMSNorm | transformers_norms.TransformersRMSNorm
             make = partial(

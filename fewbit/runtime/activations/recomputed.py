@@ -63,7 +63,7 @@ class CopiedActivation(SavingFunction):
         if function in FROM_RESULT:
             y = FORWARD[function](x)
             copy = quantizer.quantize(y, features=features)
-            if quantizer.context is not None and copy.trace_anchor is None:
+            if copy.trace_anchor is None:
                 copies.want_result(ctx, quantizer.context, y)
             return copies.keep(ctx, y, copy=copy)
         copy = quantizer.quantize(x, features=features)

@@ -98,9 +98,8 @@ def keep(ctx, result: Tensor, /, **values: SavedTensors | Tensor | None) -> Tens
 
 def want_result(node, context, y: Tensor) -> None:
     """Let the layer with this autograd node have its exact result y in the backward pass if y is kept anyway (`result_of`)."""
-    saving = context.saving(y)
-    if saving.shared is not None and not saving.is_region:
-        saving.shared.want_result(node, y)
+    if context is not None:
+        context.saving(y).want_result(node, y)
 
 
 def result_of(node) -> Tensor | None:

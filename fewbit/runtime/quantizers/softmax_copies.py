@@ -21,11 +21,10 @@ def quantize_softmax(quantizer: Quantizer, y: torch.Tensor, node) -> SavedTensor
     if context is None or saved.trace_anchor is not None:
         return saved
     saving = context.saving(y)
-    if saving.shared is not None:
-        if context.policy is None:  # a policy measures the bits of every product by itself
-            saving.shared.put_softmax(y, quantizer.key, saved)
-        if not saving.is_region:
-            saving.shared.want_result(node, y)
+    # A policy measures the bits of every product by itself.
+    if saving.shared is not None and context.policy is None:
+        saving.shared.put_softmax(y, quantizer.key, saved)
+    saving.want_result(node, y)
     return saved
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,6 +88,14 @@ class Saving:
             return self._agreed_number(x.device) ^ mixed(0, purpose, count)
         # The number of the device is constant in a process of tensor parallelism, but not equal in all of them.
         return mixed(self.start + (x.device.index or 0), purpose, count)
+
+    def want_result(self, node, y: torch.Tensor) -> None:
+        """Let the layer with this autograd node have its result y in the backward pass, if y is kept (`SharedCopies.note_kept`).
+
+        In a region, nothing is kept.
+        """
+        if self.shared is not None and not self.is_region:
+            self.shared.wanted[node] = y._version, weakref.ref(y)
 
     def count(self, purpose: int) -> int:
         count = self._counts.get(purpose, 0)

@@ -22,7 +22,7 @@ _SOFTMAX = "softmax"
 _storages = torch.UntypedStorage
 _UNKNOWN = object()
 _STEPS, _MOST_PATHS = 5, 8
-"""How far back from the argument of a logarithm `keep_source` looks for a result: the operations, and the paths side by side."""
+"""`keep_source` looks for a result at most so many operations before the argument of a logarithm, on so many paths side by side."""
 
 
 def place_of(x: torch.Tensor, changes: int = 0, stride=_UNKNOWN) -> tuple | None:
@@ -216,30 +216,30 @@ class SharedCopies:
 
     # -- Results that are kept anyway -------------------------------------------------------------------------
 
-    def want_result(self, node, y: torch.Tensor) -> None:
-        """Let `note_kept` give the result y to the layer with this autograd node, as the node's attribute `result`."""
-        self.wanted[node] = y._version, weakref.ref(y)
+    def note_kept(self, x: torch.Tensor) -> bool:
+        """Give a layer its result if that is x, which is kept until the backward pass, or if x is a view of at least half of it.
 
-    def note_kept(self, x: torch.Tensor) -> None:
-        """Record that x is kept until the backward pass. It may be a layer's result, or a view of at least half of it."""
+        The layer's autograd node gets the attribute `result`. Return whether there is such a layer.
+        """
         # Parameters of lazy modules refuse access through `__torch_function__`.
         with torch._C.DisableTorchFunctionSubclass():
             if not x.requires_grad:
-                return
+                return False
             y = x._base if x._is_view() else x
             node = y.grad_fn
             if node not in self.wanted or y._version != self.wanted[node][0]:
-                return
+                return False
             if y is not x and y.numel() > 2 * x.numel():
-                return
+                return False
             if self.exposed and address_of(y) in self.exposed:
-                return
+                return False
             y, hooks = y.detach(), top_hooks(False)
             if hooks is None:
                 node.result = y, y._version, None
             else:  # as torch saves tensors
                 pack, unpack = hooks
                 node.result = pack(y), None, unpack
+            return True
 
     def keep_source(self, x: torch.Tensor) -> None:
         """Keep the result from which x was computed in a few steps, such as `x = y.clamp(min=1e-6)`, if it still exists."""

@@ -178,10 +178,13 @@ def measure(network, count):
 def ops(repeats):
     """Yield the time of a call of each op of compiled code, for 1,024 elements, in C++ and in Python."""
     x, seed = torch.randn(16, 64), torch.zeros(1, dtype=torch.int64)
-    packed, ranges, _ = dense_ops.quantize_dense_op(x, seed, 2, 256, 1, 0)
+    packed, ranges, numbers = dense_ops.quantize_by_channels_op(x, seed, 2, 256, 64)
+    place = 2, 256, 16, 64, torch.float32
     calls = {
-        "quantize_dense": (x, seed, 2, 256, 1, 0),
-        "dequantize_dense": (packed, ranges, 2, 256, [16, 64], torch.float32, 1),
+        "quantize_dense": (x, seed, 2, 256, 1),
+        "quantize_by_channels": (x, seed, 2, 256, 64),
+        "dequantize_dense": (packed, ranges, *place, 1),
+        "dequantize_by_channels": (packed, ranges, *place, numbers),
         "pack_mask": ((x > 0).float(),),
     }
     with torch.no_grad():

@@ -134,13 +134,14 @@ struct Cuda {
 
   // Quantizes a tensor whose samples all have the bits of `shape`, and which nothing changes before.
   void quantize_alike(const Buffer& x, const CopyShape& shape, const SeedArgument& seed, const Buffer& packed,
-                      const Buffer& ranges) const {
-    quantize(x, shape, {}, {}, seed, packed, ranges, {}, {}, 1, {});
+                      const Buffer& ranges, const Buffer& channels) const {
+    quantize(x, shape, {}, {}, seed, packed, ranges, {}, {}, 1, channels);
   }
 
   // Dequantizes such a tensor.
-  void dequantize_alike(const Buffer& packed, const Buffer& ranges, const CopyShape& shape, const Buffer& out) const {
-    dequantize(packed, ranges, shape, {}, {}, out, {}, {}, 1, {}, {});
+  void dequantize_alike(const Buffer& packed, const Buffer& ranges, const CopyShape& shape, const Buffer& out,
+                        const Buffer& channels) const {
+    dequantize(packed, ranges, shape, {}, {}, out, {}, {}, 1, {}, channels);
   }
 
   bool register_ops(const OwnedTable& step) const { return Ops<Cuda>::use("CUDA", *this, step); }

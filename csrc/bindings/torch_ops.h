@@ -30,16 +30,14 @@ class Borrowed {
 // The arguments of an op, which the op owns: they are deleted when this goes out of scope, also after an exception.
 class Arguments {
  public:
-  // kinds: a letter for each argument, 't' for a tensor, 'l' for a list, 'n' for a number.
+  // kinds: a letter for each argument, 't' for a tensor, 'n' for a number.
   Arguments(Value* stack, const char* kinds) : stack_(stack), kinds_(kinds) {
     for (size_t i = 0; kinds[i]; ++i) values_.push_back(stack[i]);
   }
   Arguments(const Arguments&) = delete;
   ~Arguments() {
     for (size_t i = 0; i < values_.size(); ++i) {
-      auto* const handle = reinterpret_cast<Handle>(values_[i]);
-      if (kinds_[i] == 't') shim()->delete_tensor(handle);
-      if (kinds_[i] == 'l') shim()->delete_list(handle);
+      if (kinds_[i] == 't') shim()->delete_tensor(reinterpret_cast<Handle>(values_[i]));
     }
   }
 
@@ -67,19 +65,6 @@ class Arguments {
   const char* kinds_;
   std::vector<Value> values_;
 };
-
-inline std::vector<int64_t> numbers_of(Value value) {
-  auto* const list = reinterpret_cast<Handle>(value);
-  size_t count = 0;
-  check(shim()->list_size(list, &count));
-  std::vector<int64_t> numbers(count);
-  for (size_t i = 0; i < count; ++i) {
-    Value item = 0;
-    check(shim()->list_item(list, i, &item));
-    numbers[i] = static_cast<int64_t>(item);
-  }
-  return numbers;
-}
 
 // Returns the shape of a copy of a tensor of these sizes: dimension 0 is that of the samples.
 inline CopyShape shape_of(const int64_t* sizes, int64_t dims, int group_size, int bits, int kind) {
@@ -124,45 +109,87 @@ class Ops {
     check(shim()->library("fewbit", key, __FILE__, __LINE__, &library));
     const auto implement = [&](const char* op, Boxed function) { check(shim()->implement(library, op, function, kShimVersion)); };
     implement("quantize_dense", quantize_dense);
+    implement("quantize_by_channels", quantize_by_channels);
     implement("dequantize_dense", dequantize_dense);
+    implement("dequantize_by_channels", dequantize_by_channels);
     implement("pack", pack);
     implement("unpack", unpack);
     implement("pack_mask", pack_mask);
     implement("unpack_mask", unpack_mask);
   }
 
-  // quantize_dense(Tensor x, Tensor seed, int bits, int group_size, int kind, SymInt channels) -> (Tensor, Tensor, Tensor)
+  // quantize_dense(Tensor x, Tensor seed, int bits, int group_size, int kind) -> (Tensor, Tensor)
   static void quantize_dense(Value* stack, uint64_t, uint64_t) {
-    Arguments arguments(stack, "ttnnnn");
-    const Borrowed x(stack[0]), seed(stack[1]);
-    const Buffer from = x->buffer();
+    Arguments arguments(stack, "ttnnn");
     const Device* const device = device_;
-    if (!device || stack[5] || !is_narrow(from.item) || !x->is_contiguous()) return arguments.pass_to("fewbit::quantize_dense_in_python");
-    const int bits = arguments.int_at(2, "bits"), group_size = arguments.int_at(3, "group_size"), kind = arguments.int_at(4, "kind");
-    const CopyShape shape = shape_of(x->sizes(), x->dims(), group_size, bits, kind);
-    OpTensor packed = OpTensor::empty(*x, {shape.words()}, dtype_of(kInt32));
-    OpTensor ranges = OpTensor::empty(*x, {shape.rows(), kColumns}, dtype_of(kBfloat16));
-    OpTensor channels = OpTensor::empty(*x, {0, kColumns}, dtype_of(kBfloat16));
-    device->quantize_alike(from, shape, {0, false, seed->buffer()}, packed.buffer(), ranges.buffer());
-    stack[0] = packed.release();
-    stack[1] = ranges.release();
+    if (!device || !is_usual(stack[0])) return arguments.pass_to("fewbit::quantize_dense_in_python");
+    quantize(*device, stack, arguments, arguments.int_at(4, "kind"), {});
+  }
+
+  // quantize_by_channels(Tensor x, Tensor seed, int bits, int group_size, SymInt channels) -> (Tensor, Tensor, Tensor)
+  static void quantize_by_channels(Value* stack, uint64_t, uint64_t) {
+    Arguments arguments(stack, "ttnnn");
+    const Device* const device = device_;
+    if (!device || !is_usual(stack[0])) return arguments.pass_to("fewbit::quantize_by_channels_in_python");
+    const Borrowed x(stack[0]);
+    OpTensor channels = OpTensor::empty(*x, {arguments.size_at(4), kColumns}, dtype_of(kBfloat16));
+    device->channel_statistics(x->buffer(), channels.buffer(), {}, {}, 1);
+    quantize(*device, stack, arguments, static_cast<int>(CopyKind::rotated), channels.buffer());
     stack[2] = channels.release();
   }
 
-  // dequantize_dense(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, ScalarType dtype, int kind,
-  //                  Tensor? channels) -> Tensor
+  // dequantize_dense(Tensor packed, Tensor ranges, int bits, int group_size, SymInt samples, SymInt features, ScalarType dtype,
+  //                  int kind) -> Tensor
   static void dequantize_dense(Value* stack, uint64_t, uint64_t) {
-    Arguments arguments(stack, "ttnnlnn");
-    const Borrowed packed(stack[0]), ranges(stack[1]);
-    const auto dtype = static_cast<int32_t>(stack[5]);
+    Arguments arguments(stack, "ttnnnnnn");
     const Device* const device = device_;
-    const bool is_usual = device && !stack[7] && is_narrow(item_of(dtype)) && packed->is_contiguous() && ranges->is_contiguous();
-    if (!is_usual) return arguments.pass_to("fewbit::dequantize_dense_in_python");
-    const std::vector<int64_t> size = numbers_of(stack[4]);
-    const int bits = arguments.int_at(2, "bits"), group_size = arguments.int_at(3, "group_size"), kind = arguments.int_at(6, "kind");
-    const CopyShape shape = shape_of(size.data(), static_cast<int64_t>(size.size()), group_size, bits, kind);
-    OpTensor out = OpTensor::empty(*packed, size, dtype);
-    device->dequantize_alike(packed->buffer(), ranges->buffer(), shape, out.buffer());
+    if (!device || !is_usual_copy(stack)) return arguments.pass_to("fewbit::dequantize_dense_in_python");
+    dequantize(*device, stack, arguments, arguments.int_at(7, "kind"), {});
+  }
+
+  // dequantize_by_channels(Tensor packed, Tensor ranges, int bits, int group_size, SymInt samples, SymInt features,
+  //                        ScalarType dtype, Tensor channels) -> Tensor
+  static void dequantize_by_channels(Value* stack, uint64_t, uint64_t) {
+    Arguments arguments(stack, "ttnnnnnt");
+    const Borrowed channels(stack[7]);
+    const Device* const device = device_;
+    if (!device || !is_usual_copy(stack) || !channels->is_contiguous()) {
+      return arguments.pass_to("fewbit::dequantize_by_channels_in_python");
+    }
+    dequantize(*device, stack, arguments, static_cast<int>(CopyKind::rotated), channels->buffer());
+  }
+
+  // Returns whether the kernels can quantize x.
+  static bool is_usual(Value x) {
+    const Borrowed from(x);
+    return is_narrow(from->buffer().item) && from->is_contiguous();
+  }
+
+  // Returns whether the kernels can dequantize a copy whose codes, ranges and dtype are arguments 0, 1 and 6.
+  static bool is_usual_copy(const Value* stack) {
+    const Borrowed packed(stack[0]), ranges(stack[1]);
+    return is_narrow(item_of(static_cast<int32_t>(stack[6]))) && packed->is_contiguous() && ranges->is_contiguous();
+  }
+
+  // Quantizes argument 0 with the seed and settings after it. Stores the codes and ranges as results 0 and 1.
+  static void quantize(const Device& device, Value* stack, const Arguments& arguments, int kind, const Buffer& channels) {
+    const Borrowed x(stack[0]), seed(stack[1]);
+    const int bits = arguments.int_at(2, "bits"), group_size = arguments.int_at(3, "group_size");
+    const CopyShape shape = shape_of(x->sizes(), x->dims(), group_size, bits, kind);
+    OpTensor packed = OpTensor::empty(*x, {shape.words()}, dtype_of(kInt32));
+    OpTensor ranges = OpTensor::empty(*x, {shape.rows(), kColumns}, dtype_of(kBfloat16));
+    device.quantize_alike(x->buffer(), shape, {0, false, seed->buffer()}, packed.buffer(), ranges.buffer(), channels);
+    stack[0] = packed.release();
+    stack[1] = ranges.release();
+  }
+
+  // Dequantizes a copy with the settings in arguments 2 to 6. Stores the values, (samples, features), as result 0.
+  static void dequantize(const Device& device, Value* stack, const Arguments& arguments, int kind, const Buffer& channels) {
+    const Borrowed packed(stack[0]), ranges(stack[1]);
+    const int64_t sizes[] = {arguments.size_at(4), arguments.size_at(5)};
+    const CopyShape shape = shape_of(sizes, 2, arguments.int_at(3, "group_size"), arguments.int_at(2, "bits"), kind);
+    OpTensor out = OpTensor::empty(*packed, {sizes[0], sizes[1]}, static_cast<int32_t>(stack[6]));
+    device.dequantize_alike(packed->buffer(), ranges->buffer(), shape, out.buffer(), channels);
     stack[0] = out.release();
   }
 

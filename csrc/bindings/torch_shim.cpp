@@ -47,8 +47,7 @@ bool load_shim(const std::string& path) {
              find(library, "aoti_torch_get_device_index", f.get_device_index) &&
              find(library, "aoti_torch_is_contiguous", f.is_contiguous) &&
              find(library, "aoti_torch_empty_strided", f.empty_strided) &&
-             find(library, "aoti_torch_delete_tensor_object", f.delete_tensor) && find(library, "torch_list_size", f.list_size) &&
-             find(library, "torch_list_get_item", f.list_item) && find(library, "torch_delete_list", f.delete_list) &&
+             find(library, "aoti_torch_delete_tensor_object", f.delete_tensor) &&
              find(library, "torch_call_dispatcher", f.call) && find(library, "aoti_torch_library_init_impl", f.library) &&
              find(library, "torch_library_impl", f.implement);
   const auto find_number = [&](const std::string& name, int32_t& number) {

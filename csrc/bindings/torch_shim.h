@@ -32,9 +32,6 @@ struct Shim {
   int (*empty_strided)(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device_type,
                        int32_t device_index, Handle* result);
   int (*delete_tensor)(Handle tensor);
-  int (*list_size)(Handle list, size_t* result);
-  int (*list_item)(Handle list, size_t index, Value* result);
-  int (*delete_list)(Handle list);
   int (*call)(const char* op, const char* overload, Value* stack, uint64_t version);
   int (*library)(const char* name_space, const char* key, const char* file, uint32_t line, Handle* result);
   int (*implement)(Handle library, const char* op, Boxed function, uint64_t version);

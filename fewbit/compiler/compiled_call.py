@@ -296,9 +296,12 @@ def _outside() -> tuple[str, str] | None:
 
 
 def _modes_prevent_compilation() -> bool:
+    is_in_any = _python_dispatch.is_in_any_mode_without_ignore_compile_internals()  # of any thread
+    if not (is_in_any or torch._C._len_torch_dispatch_stack()):
+        return False
     if getattr(torch._dynamo.config, "inline_torch_dispatch_torch_compile", False):
         return _python_dispatch.any_torch_dispatch_mode_on_stack()  # the stack of this thread
-    return _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
+    return is_in_any
 
 
 def _reasons() -> dict[str, int]:

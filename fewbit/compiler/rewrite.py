@@ -19,12 +19,14 @@ from fewbit.compiler.seed_counters import draw_seeds_op
 from fewbit.compiler.symbolic_sizes import hints
 from fewbit.config import KIND_NUMBERS, MASKED, ROTATED, UNIFORM, usual_kind
 from fewbit.convert.module_settings import ResolvedSettings
-from fewbit.runtime.format import layout
+from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.channels import LEAST_ROWS, usual_features
 from fewbit.runtime.ops.dense_ops import (
+    dequantize_by_channels_op,
     dequantize_dense_op,
     pack_mask_op,
     pack_op,
+    quantize_by_channels_op,
     quantize_dense_op,
     unpack_mask_op,
     unpack_op,
@@ -175,22 +177,21 @@ class Rewriter:
         order = _order(value)
         source = self._call(aten.permute.default, (node, order))
         shape = [value.shape[dim] for dim in order]
-        size = self._sizes(shape)
         channels = _channels(root, order) if kind == ROTATED else 0
-        number = KIND_NUMBERS[kind]
-        arguments = source, self._seeds[node], bits, settings.group_size, number, channels
-        result = self._call(quantize_dense_op, arguments)
+        how, number = (bits, settings.group_size), KIND_NUMBERS[kind]
+        op, last = (quantize_by_channels_op, channels) if channels else (quantize_dense_op, number)
+        result = self._call(op, (source, self._seeds[node], *how, last))
         saved = [self._call(operator.getitem, (result, i)) for i in range(3 if channels else 2)]
+        sizes = self._sizes(groups.samples_of(shape))
+        size = self._sizes(shape)
 
         def restore():
             packed, ranges, *numbers = saved
-            how = bits, settings.group_size, size, value.dtype, number, *numbers
-            back = self._call(
-                dequantize_dense_op,
-                (packed, ranges, *how),
-                like=node,
-                tag=True,
-            )
+            op = dequantize_by_channels_op if channels else dequantize_dense_op
+            arguments = packed, ranges, *how, *sizes, value.dtype, *(numbers or [number])
+            back = self._call(op, arguments, like=node, tag=True)
+            if len(size) != 2:
+                back = self._call(aten.view.default, (back, size), tag=True)
             back = self._call(aten.permute.default, (back, _inverse(order)), tag=True)
             return back if mask is None else self._zero_where(mask, back, node)
 

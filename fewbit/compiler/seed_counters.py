@@ -33,9 +33,10 @@ _counters: dict[torch.device, _Counter] = {}
 
 def counter_of(device: torch.device) -> _Counter:
     """Return the counter of a device. The first call makes it, before a CUDA graph that would own its memory."""
-    device = torch.empty(0, device=device).device  # "cuda" stands for the current GPU
     if device not in _counters:
-        _counters[device] = _Counter(device)
+        device = torch.empty(0, device=device).device  # "cuda" stands for the current GPU
+        if device not in _counters:
+            _counters[device] = _Counter(device)
     return _counters[device]
 
 

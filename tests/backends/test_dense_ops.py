@@ -4,9 +4,11 @@ import pytest
 import torch
 from samples import DTYPES, name_of, normal
 
+from fewbit.config import KIND_NUMBERS
+from fewbit.runtime.format.groups import samples_of
 from fewbit.runtime.ops import dense_ops, quantizer_ops
 
-NAMES = "quantize_dense", "dequantize_dense", "pack", "unpack", "pack_mask", "unpack_mask"
+ROTATED = KIND_NUMBERS["rotated"]
 SHAPES = [(1,), (33,), (0, 8), (4, 80), (70, 5), (3, 4, 65), (2, 16, 8, 8), (9, 1030)]
 COPIES = [(0, 1, 64), (0, 8, 2048), (1, 2, 256), (1, 5, 32), (2, 3, 256)]  # fmt: skip
 
@@ -24,12 +26,15 @@ def same_bits(a, b):
 
 def check_copies(x, bits, group_size, kind, channels=0):
     seed = torch.tensor([7, 11, 13], dtype=torch.int64, device=x.device)[1:2]
-    made, expected = both("quantize_dense", x, seed, bits, group_size, kind, channels)
+    form, last = ("by_channels", channels) if channels else ("dense", kind)
+    made, expected = both(f"quantize_{form}", x, seed, bits, group_size, last)
     assert all(map(same_bits, made, expected))
-    packed, ranges, numbers = made
+    packed, ranges, *numbers = made
+    sizes = samples_of(x.shape)
     for dtype in DTYPES:
-        how = bits, group_size, list(x.shape), dtype, kind, *([numbers] if channels else [])
-        assert same_bits(*both("dequantize_dense", packed, ranges, *how))
+        how = bits, group_size, *sizes, dtype, *(numbers or [kind])
+        back, expected = both(f"dequantize_{form}", packed, ranges, *how)
+        assert back.shape == sizes and same_bits(back, expected)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -41,7 +46,10 @@ def test_copies(device, shape):
 
 def test_copies_with_channels_and_of_views(device):
     x = normal((64, 48), device=device)
-    check_copies(x, 2, 256, 1, channels=48)
+    check_copies(x, 2, 256, ROTATED, channels=48)
+    check_copies(x.t(), 3, 64, ROTATED, channels=64)
+    check_copies(x.view(2, 4, 8, 48).bfloat16(), 4, 256, ROTATED, channels=48)
+    check_copies(x.double(), 2, 256, ROTATED, channels=48)
     check_copies(x.t(), 2, 256, 1)
     check_copies(x[:, 1:], 2, 256, 0)
 
@@ -79,12 +87,15 @@ def test_kernels_are_called_without_python(backend, monkeypatch):
 
     device = backend.device
     x, seed = normal((4, 80), device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    packed, ranges, _ = dense_ops.quantize_dense_op(x, seed, 2, 256, 1, 0)
+    packed, ranges, numbers = dense_ops.quantize_by_channels_op(x, seed, 2, 256, 80)
+    place = 2, 256, 4, 80, torch.float32
     monkeypatch.setattr(quantizer_ops, "quantize", refuse)
     monkeypatch.setattr(quantizer_ops, "dequantize", refuse)
     for run in (
-        lambda: dense_ops.quantize_dense_op(x, seed, 2, 256, 1, 0),
-        lambda: dense_ops.dequantize_dense_op(packed, ranges, 2, 256, [4, 80], torch.float32, 1),
+        lambda: dense_ops.quantize_dense_op(x, seed, 2, 256, 1),
+        lambda: dense_ops.quantize_by_channels_op(x, seed, 2, 256, 80),
+        lambda: dense_ops.dequantize_dense_op(packed, ranges, *place, 1),
+        lambda: dense_ops.dequantize_by_channels_op(packed, ranges, *place, numbers),
     ):
         if "reference" not in backend.name:
             run()
@@ -92,16 +103,16 @@ def test_kernels_are_called_without_python(backend, monkeypatch):
         with pytest.raises((RuntimeError, Called), match="in Python"):
             run()
     with pytest.raises((RuntimeError, Called), match="in Python"):
-        dense_ops.quantize_dense_op(x.double(), seed, 2, 256, 1, 0)
+        dense_ops.quantize_dense_op(x.double(), seed, 2, 256, 1)
 
 
 def wrong_cases():
     x, seed = normal((4, 80)), torch.zeros(1, dtype=torch.int64)
-    packed, ranges, _ = dense_ops.quantize_dense_op(x, seed, 3, 256, 0, 0)
-    place = [4, 80], torch.float32, 0
-    yield "quantize_dense", (x, seed[:0], 3, 256, 0, 0), "seed: expected 1 int64"
-    yield "quantize_dense", (x, seed, 9, 256, 0, 0), "expected 1 to 8"
-    yield "quantize_dense", (x, seed, 3, 31, 0, 0), "group_size: expected"
+    packed, ranges = dense_ops.quantize_dense_op(x, seed, 3, 256, 0)
+    place = 4, 80, torch.float32, 0
+    yield "quantize_dense", (x, seed[:0], 3, 256, 0), "seed: expected 1 int64"
+    yield "quantize_dense", (x, seed, 9, 256, 0), "expected 1 to 8"
+    yield "quantize_dense", (x, seed, 3, 31, 0), "group_size: expected"
     yield "dequantize_dense", (packed[:-1], ranges, 3, 256, *place), "packed: expected 30 int32"
     yield "dequantize_dense", (packed, ranges[:-1], 3, 256, *place), "ranges: expected 8 bfloat16"
     yield (
@@ -109,13 +120,18 @@ def wrong_cases():
         (packed, ranges.float(), 3, 256, *place),
         "ranges: expected 8 bfloat16",
     )
-    yield "dequantize_dense", (packed, ranges, 3, 256, [5, 80], *place[1:]), "packed: expected"
+    yield "dequantize_dense", (packed, ranges, 3, 256, 5, *place[1:]), "packed: expected"
+    yield "dequantize_dense", (packed, ranges, 3, 256, 4, -80, *place[2:]), "negative|expected"
+    yield "quantize_by_channels", (x, seed, 3, 256, 7), "entries"
+    yield "quantize_by_channels", (x, seed[:0], 3, 256, 80), "seed: expected 1 int64"
+    numbers = torch.zeros(7, 2, dtype=torch.bfloat16)
+    yield "dequantize_by_channels", (packed, ranges, 3, 256, *place[:3], numbers), "expected"
     yield "unpack", (packed[1:], 3, 320), "packed: expected 30 int32"
     yield "unpack", (packed, 3, -1), "negative|expected"
     yield "pack", (x.to(torch.uint8), 9), "expected 1 to 8"
     # The C++ code leaves these to Python.
-    yield "quantize_dense", (x.double(), seed[:0], 3, 256, 0, 0), "seed: expected 1 int64"
-    yield "quantize_dense", (x.double(), seed, 3, 8192, 1, 0), "group_size with rotated copies"
+    yield "quantize_dense", (x.double(), seed[:0], 3, 256, 0), "seed: expected 1 int64"
+    yield "quantize_dense", (x.double(), seed, 3, 8192, 1), "group_size with rotated copies"
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), list(wrong_cases()))
@@ -139,20 +155,26 @@ def test_a_lack_of_memory_has_torchs_words():
 def test_views_of_copies(device):
     """Packed codes and ranges that are not contiguous give the same values."""
     x, seed = normal((4, 80), device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    packed, ranges, _ = dense_ops.quantize_dense_op(x, seed, 3, 256, 1, 0)
-    how = 3, 256, [4, 80], torch.float32, 1
-    expected = dense_ops.dequantize_dense_op(packed, ranges, *how)
+    packed, ranges, numbers = dense_ops.quantize_by_channels_op(x, seed, 3, 256, 80)
+    how = 3, 256, 4, 80, torch.float32
+    expected = dense_ops.dequantize_by_channels_op(packed, ranges, *how, numbers)
     spread = torch.stack([packed, packed], 1)[:, 0]
     assert torch.equal(dense_ops.unpack_op(spread, 3, 320), dense_ops.unpack_op(packed, 3, 320))
     columns = ranges.t().contiguous().t()
-    assert torch.equal(dense_ops.dequantize_dense_op(spread, columns, *how), expected)
+    numbers = numbers.t().contiguous().t()
+    back = dense_ops.dequantize_by_channels_op(spread, columns, *how, numbers)
+    assert torch.equal(back, expected)
 
 
 def test_opcheck(device):
     x, seed = normal((4, 80), device=device), torch.zeros(1, dtype=torch.int64, device=device)
     checks = "test_schema", "test_faketensor"
-    arguments = x, seed, 2, 256, 1, 0
-    torch.library.opcheck(dense_ops.quantize_dense_op, arguments, test_utils=checks)
-    packed, ranges, _ = dense_ops.quantize_dense_op(*arguments)
-    arguments = packed, ranges, 2, 256, [4, 80], torch.float32, 1
-    torch.library.opcheck(dense_ops.dequantize_dense_op, arguments, test_utils=checks)
+    how = 2, 256, 4, 80, torch.float32
+    quantized = (x, seed, 2, 256, ROTATED), (x, seed, 2, 256, 80)
+    quantize = dense_ops.quantize_dense_op, dense_ops.quantize_by_channels_op
+    dequantize = dense_ops.dequantize_dense_op, dense_ops.dequantize_by_channels_op
+    for arguments, op, back in zip(quantized, quantize, dequantize, strict=True):
+        torch.library.opcheck(op, arguments, test_utils=checks)
+        packed, ranges, *numbers = op(*arguments)
+        arguments = packed, ranges, *how, *(numbers or [ROTATED])
+        torch.library.opcheck(back, arguments, test_utils=checks)

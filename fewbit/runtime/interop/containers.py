@@ -28,6 +28,8 @@ def tensors_in(structure, in_objects: bool = False) -> list[torch.Tensor]:
 
 
 def _parts(container, in_objects: bool) -> list:
+    if type(container) in (tuple, list):
+        return list(container)
     if isinstance(container, Mapping):
         return list(container.values())
     if isinstance(container, set):

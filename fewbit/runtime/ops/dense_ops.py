@@ -1,7 +1,9 @@
 """Torch ops on contiguous tensors, which the compiled kernels implement in C++, so that compiled models need no Python.
 
-    quantize_dense(x, seed, bits, group_size, kind, channels) -> packed, ranges, numbers of channels
-    dequantize_dense(packed, ranges, bits, group_size, size, dtype, kind, channels) -> the values
+    quantize_dense(x, seed, bits, group_size, kind) -> packed, ranges
+    quantize_by_channels(x, seed, bits, group_size, channels) -> packed, ranges, numbers of channels, of a rotated copy
+    dequantize_dense(packed, ranges, bits, group_size, samples, features, dtype, kind) -> the values, (samples, features)
+    dequantize_by_channels(packed, ranges, bits, group_size, samples, features, dtype, channels) -> the same
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
     pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
 
@@ -15,9 +17,8 @@ from contextlib import suppress
 import torch
 from torch.library import register_fake
 
-from fewbit.config import KIND_NUMBERS
+from fewbit.config import KIND_NUMBERS, ROTATED
 from fewbit.runtime import backends
-from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding, mask_text, packed_words
 from fewbit.runtime.ops import activation_ops, quantizer_ops
 from fewbit.runtime.ops.library import define
@@ -47,15 +48,25 @@ def _keeps_failure(implementation):
     return run
 
 
-def _quantize(x, seed, bits, group_size, kind, channels):
-    how = bits, group_size, _KINDS[kind], channels
-    return quantizer_ops.quantize_with_channels(x.detach().contiguous(), seed, *how)
+def _quantize(x, seed, bits, group_size, kind):
+    x = x.detach().contiguous()
+    return quantizer_ops.quantize(x, seed, bits, group_size, kind=_KINDS[kind])
 
 
-def _dequantize(packed, ranges, bits, group_size, size, dtype, kind, channels=None):
-    place = bits, group_size, size, layout.contiguous_stride(size), dtype
+def _quantize_by_channels(x, seed, bits, group_size, channels):
+    x = x.detach().contiguous()
+    return quantizer_ops.quantize_with_channels(x, seed, bits, group_size, ROTATED, channels)
+
+
+def _dequantize(packed, ranges, bits, group_size, samples, features, dtype, kind, channels=None):
+    settings = bits, group_size, (samples, features), (features, 1), dtype
     packed, ranges = packed.contiguous(), ranges.contiguous()
-    return quantizer_ops.dequantize(packed, ranges, *place, kind=_KINDS[kind], channels=channels)
+    return quantizer_ops.dequantize(packed, ranges, *settings, kind=_KINDS[kind], channels=channels)
+
+
+def _dequantize_by_channels(packed, ranges, bits, group_size, samples, features, dtype, channels):
+    place = bits, group_size, samples, features, dtype
+    return _dequantize(packed, ranges, *place, KIND_NUMBERS[ROTATED], channels.contiguous())
 
 
 def _pack_mask(mask):
@@ -73,14 +84,18 @@ def _unpack_mask(packed, n, dtype):
 
 
 quantize_dense_op = _define(
-    "quantize_dense(Tensor x, Tensor seed, int bits, int group_size, int kind, SymInt channels) "
-    "-> (Tensor, Tensor, Tensor)",
+    "quantize_dense(Tensor x, Tensor seed, int bits, int group_size, int kind) -> (Tensor, Tensor)",
     _quantize,
 )
-dequantize_dense_op = _define(
-    "dequantize_dense(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, ScalarType dtype, "
-    "int kind, Tensor? channels=None) -> Tensor",
-    _dequantize,
+quantize_by_channels_op = _define(
+    "quantize_by_channels(Tensor x, Tensor seed, int bits, int group_size, SymInt channels) "
+    "-> (Tensor, Tensor, Tensor)",
+    _quantize_by_channels,
+)
+_COPY = "Tensor packed, Tensor ranges, int bits, int group_size, SymInt samples, SymInt features, ScalarType dtype"
+dequantize_dense_op = _define(f"dequantize_dense({_COPY}, int kind) -> Tensor", _dequantize)
+dequantize_by_channels_op = _define(
+    f"dequantize_by_channels({_COPY}, Tensor channels) -> Tensor", _dequantize_by_channels
 )
 pack_op = _define(
     "pack(Tensor codes, int bits) -> Tensor",
@@ -97,13 +112,19 @@ unpack_mask_op = _define(
 
 
 @register_fake("fewbit::quantize_dense")
-def _(x, seed, bits, group_size, kind, channels):
-    return quantizer_ops.fake_copy(x, bits, group_size, _KINDS[kind], channels)
+def _(x, seed, bits, group_size, kind):
+    return quantizer_ops.fake_copy(x, bits, group_size, _KINDS[kind], 0)[:2]
+
+
+@register_fake("fewbit::quantize_by_channels")
+def _(x, seed, bits, group_size, channels):
+    return quantizer_ops.fake_copy(x, bits, group_size, ROTATED, channels)
 
 
 @register_fake("fewbit::dequantize_dense")
-def _(packed, ranges, bits, group_size, size, dtype, kind, channels=None):
-    return packed.new_empty(size, dtype=dtype)
+@register_fake("fewbit::dequantize_by_channels")
+def _(packed, ranges, bits, group_size, samples, features, dtype, _):
+    return packed.new_empty((samples, features), dtype=dtype)
 
 
 @register_fake("fewbit::pack")

@@ -10,6 +10,7 @@ from fewbit.runtime.interop.checkpoint import checkpoint_hook, in_backward, reen
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.saved.context import ForwardContext
 from fewbit.runtime.saved.forward import Forward, running
+from fewbit.runtime.saved.seeds import advance_generator
 
 
 class CallGuard:
@@ -89,7 +90,7 @@ class CallGuard:
         # Advance torch's generator once per forward, after the model has drawn its own numbers, and only if a layer saved a
         # tensor. What follows in a region draws the same numbers when the region runs again.
         if forward.has_saved and (forward.is_first or context.repeats(forward)):
-            torch.randint(2**63 - 1, (), device="cpu")
+            advance_generator()
         return outputs
 
     def _compress(self, forward: Forward, start: int, outputs, is_outermost=False) -> None:

@@ -84,7 +84,7 @@ class ForwardContext:
     def begin(self, module, inputs) -> Forward:
         """Return a forward pass that begins now, in a recomputation with the bits and seeds of the first run."""
         outer = running.forward
-        if in_backward():
+        if torch._C._current_graph_task_id() != -1:  # `in_backward`, without a call
             found = self._recorded() or self._unknown(inputs)
             forward = Forward(
                 self,
@@ -106,17 +106,15 @@ class ForwardContext:
             assignment = self.policy.begin(module, inputs)
         self.is_distributed = is_distributed_run()
         groups = self._groups = process_groups(module) if self.is_distributed else NO_GROUPS
-        return Forward(self, module, outer, True, assignment, self._start(groups), groups)
+        # In a CUDA graph, seeds must come from torch's own generator: others would be the same in every replay.
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        ranks = groups.data_rank if groups.data else ()
+        start = None if is_captured else generator_hash(self.salt, ranks)
+        return Forward(self, module, outer, True, assignment, start, groups)
 
     def begin_without_gradients(self, module) -> Forward:
         """Return a forward pass without gradients, which has no bits until a layer saves a tensor."""
         return Forward(self, module, running.forward, False, None, None, self._groups, False)
-
-    def _start(self, groups) -> int | None:
-        # In a CUDA graph, seeds must come from torch's own generator: others would be the same in every replay.
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return None
-        return generator_hash(self.salt, groups.data_rank if groups.data else ())
 
     def running(self) -> Forward | None:
         """Return the model's forward pass that runs in this thread, or None."""

@@ -16,6 +16,10 @@ _DISTINCT = 64
 """The bytes of the CPU generator's state that are hashed: its seed, its position, and the first of its 624 words."""
 
 
+with torch.inference_mode(False), outside_dispatch_modes():
+    _NUMBER = torch.zeros((), dtype=torch.int64, device="cpu")
+
+
 @lru_cache(maxsize=2**14)
 def purpose(*values) -> int:
     """Return a 64-bit hash of the repr of values that say what a seed is for."""
@@ -34,6 +38,14 @@ def generator_hash(salt: bytes = b"", ranks: tuple[int, ...] = ()) -> int:
     state = state[:_DISTINCT]
     key = repr(ranks).encode() if ranks else b""
     return int.from_bytes(hashlib.blake2b(state, digest_size=8, salt=salt, key=key).digest())
+
+
+def advance_generator() -> None:
+    """Draw a number from torch's CPU generator."""
+    if torch._C._len_torch_dispatch_stack():
+        torch.randint(2**63 - 1, (), device="cpu")
+    else:
+        _NUMBER.random_()  # advances the generator alike in a fifth of the time
 
 
 def mixed(start: int, purpose: int, count: int) -> int:

@@ -59,11 +59,11 @@ BUDGETS = {  # name: (layers, shape of the input, calls of the forward, of the b
     "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 126, 45, 185, 49),
     "conv, batch norm, ReLU": (conv_bn_relu, IMAGES, 256, 99, 337, 103),
     "linear, GELU": (lambda: [nn.Linear(64, 64), nn.GELU()], TOKENS, 161, 51, 240, 55),
-    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 83, 36, 107, 36),
-    "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 172, 70, 196, 70),
+    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 81, 36, 105, 36),
+    "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 170, 70, 194, 70),
     "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 106, 13, 145, 13),
-    "attention": (lambda: [Attention()], (4, 4, 16, 16), 170, 129, 263, 135),
-    "block": (lambda: [Block()], TOKENS, 615, 354, 888, 378),
+    "attention": (lambda: [Attention()], (4, 4, 16, 16), 170, 126, 263, 132),
+    "block": (lambda: [Block()], TOKENS, 615, 350, 888, 374),
 }
 FILES_OF_LINEAR, OWN_OF_LINEAR = 23, (37, 12)
 

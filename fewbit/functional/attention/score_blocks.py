@@ -52,13 +52,24 @@ def gradients(query, key, value, grad, is_causal: bool, scale: float | None):
     if scale is None:
         scale = 1 / math.sqrt(max(query.shape[-1], 1))  # without entries, all scores are 0
     inputs = query, key, value
-    heads = math.prod(query.shape[:-2])
+    heads, length, keys = math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2]
     q, k, v, g = [x.to(grad.dtype).reshape(heads, *x.shape[-2:]) for x in (*inputs, grad)]
-    # Zeros, because products of bfloat16 leave their result as it is if the scale is 0.
-    of_q, of_k, of_v = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
-    length = q.shape[1]
-    size = min(length, _BLOCK_QUERIES) * k.shape[1]
+    size = min(length, _BLOCK_QUERIES) * keys
     step = max(1, _BLOCK * torch.get_num_threads() // size)
+    if heads <= step and length <= _BLOCK_QUERIES:
+        p, t = _block(q, k, v, g, 0 if is_causal else None, scale)
+        of_q = _product(torch.zeros_like(q), t, k, scale)
+        found = of_q, _product(torch.zeros_like(k), t.mT, q, scale), torch.bmm(p.mT, g)
+    else:
+        found = _by_blocks(q, k, v, g, is_causal, scale, step)
+    pairs = zip(found, inputs, strict=True)
+    return [x.view(like.shape).to(like.dtype) for x, like in pairs]
+
+
+def _by_blocks(q, k, v, g, is_causal: bool, scale: float, step: int):
+    """Compute the gradients from blocks of `step` heads and `_BLOCK_QUERIES` queries."""
+    of_q, of_k, of_v = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
+    heads, length, _ = q.shape
     for head in range(0, heads, step):
         some = slice(head, head + step)
         sum_k = torch.zeros_like(k[some], dtype=torch.float32)
@@ -66,21 +77,30 @@ def gradients(query, key, value, grad, is_causal: bool, scale: float | None):
         for first in range(0, length, _BLOCK_QUERIES):
             rows = slice(first, min(first + _BLOCK_QUERIES, length))
             keys = min(rows.stop, k.shape[1]) if is_causal else k.shape[1]
-            mask = sum_k.new_zeros(rows.stop - first, keys)
-            if is_causal:
-                mask = mask.fill_(-math.inf).triu_(first + 1)
             q_, g_, k_, v_ = q[some, rows], g[some, rows], k[some, :keys], v[some, :keys]
-            # Scores can be large, so their exponentials need the precision of float32.
-            factors = mask, q_.float(), k_.float().mT
-            scores = torch.baddbmm(*factors, beta=int(is_causal), alpha=scale)
-            p = torch.softmax(scores, -1).to(grad.dtype)
+            p, t = _block(q_, k_, v_, g_, first if is_causal else None, scale)
             _add_product(sum_v[:, :keys], p.mT, g_)
-            t = torch._softmax_backward_data(torch.bmm(g_, v_.mT), p, -1, p.dtype)
-            torch.baddbmm(of_q[some, rows], t, k_, beta=0, alpha=scale, out=of_q[some, rows])
+            _product(of_q[some, rows], t, k_, scale)
             _add_product(sum_k[:, :keys], t.mT, q_, scale)
         of_k[some], of_v[some] = sum_k, sum_v
-    found = zip((of_q, of_k, of_v), inputs, strict=True)
-    return [x.view(like.shape).to(like.dtype) for x, like in found]
+    return of_q, of_k, of_v
+
+
+def _block(q, k, v, g, first: int | None, scale: float):
+    """Return P and T of a block of queries, of which causal attention calls the first one number `first`."""
+    mask = q.new_zeros(q.shape[1], k.shape[1], dtype=torch.float32)
+    if first is not None:
+        mask = mask.fill_(-math.inf).triu_(first + 1)
+    # Scores can be large, so their exponentials need the precision of float32.
+    factors = mask, q.float(), k.float().mT
+    scores = torch.baddbmm(*factors, beta=int(first is not None), alpha=scale)
+    p = torch.softmax(scores, -1).to(g.dtype)
+    return p, torch._softmax_backward_data(torch.bmm(g, v.mT), p, -1, p.dtype)
+
+
+def _product(out, a, b, scale: float):
+    """Write scale * a b to `out`, which is 0, because products of bfloat16 leave it as it is if the scale is 0."""
+    return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
 
 
 def _add_product(total, a, b, factor: float = 1.0) -> None:

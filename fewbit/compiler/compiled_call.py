@@ -30,8 +30,7 @@ from fewbit.runtime.interop.autograd_graph import (
     nodes_since,
     saved_by,
 )
-from fewbit.runtime.interop.compiler_constants import constant
-from fewbit.runtime.interop.compiler_tracing import notify_traced
+from fewbit.runtime.interop.compiler_tracing import constant, notify_traced
 from fewbit.runtime.interop.containers import tensors_in
 
 _COMPILED = "CompiledFunctionBackward"

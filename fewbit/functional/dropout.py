@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding, mask_text
 from fewbit.runtime.format.tensor_checks import FLOATING
-from fewbit.runtime.interop.compiler_constants import constant
+from fewbit.runtime.interop.compiler_tracing import constant
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_plain
 from fewbit.runtime.ops import activation_ops, dense_ops

@@ -16,7 +16,7 @@ from training import bounded, saved_rows
 import fewbit
 from fewbit.errors import InputError
 from fewbit.policies.error_bound.bounds import Bounded, Bounds
-from fewbit.policies.error_bound.codecs import BoundedCodec, ExactCodec
+from fewbit.policies.error_bound.choices import BoundedCodec, ExactCodec
 from fewbit.policies.unobserved import FORGOTTEN
 from fewbit.render.terminal import plain as shown
 from fewbit.runtime.codecs import codec as codec_of

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from fewbit.config import ErrorBound
 from fewbit.errors import BoundWarning
 from fewbit.policies.error_bound import table_errors
-from fewbit.policies.error_bound.codecs import ExactCodec
+from fewbit.policies.error_bound.choices import ExactCodec
 from fewbit.policies.error_bound.estimates import ConstraintEstimate, Pair, TensorEstimate
-from fewbit.policies.error_bound.fewest_bits import least_average, sizes
-from fewbit.policies.error_bound.formulas import polynomial_error
+from fewbit.policies.error_bound.largest_errors import least_average, polynomial_error, sizes
 from fewbit.policies.error_bound.observations import (
     EXPECTED,
     MEASURED,

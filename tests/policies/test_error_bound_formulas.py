@@ -15,7 +15,7 @@ import fewbit
 from fewbit import functions
 from fewbit.errors import InputError
 from fewbit.functional.convolution import most_reads, weight_cost
-from fewbit.policies.error_bound import formulas, table_errors
+from fewbit.policies.error_bound import largest_errors, table_errors
 from fewbit.runtime.probes.gradient_errors import norm_input_coefficients
 
 SIGMAS = 4.5
@@ -177,14 +177,14 @@ def test_most_reads_counts_what_a_filter_meets(taps, stride, dilation, size, pad
 
 def test_negative_bounds_are_refused():
     with pytest.raises(InputError, match="expected e2 of 0 or more, got -1.0"):
-        formulas.tolerance(-1.0, 1.0)
+        largest_errors.tolerance(-1.0, 1.0)
 
 
 @pytest.mark.parametrize("first, second", [(2.0, 0.0), (0.0, 3.0), (2.0, 3.0), (2.0, 1e-12)])
 @pytest.mark.parametrize("allowed", [1e-8, 0.3, 1e4])
 def test_at_the_error_d_is_what_is_allowed(allowed, first, second):
     def d_at_the_error(first, second):
-        dx2 = formulas.polynomial_error(allowed, first, second)
+        dx2 = largest_errors.polynomial_error(allowed, first, second)
         return (first * dx2**0.5 + second * dx2) ** 2
 
     assert d_at_the_error(first, second) == pytest.approx(allowed)
@@ -204,9 +204,9 @@ INF = math.inf
     ],
 )
 def test_gradients_of_zero_and_gradients_that_overflow_leave_no_nan(e2, v2, first, expected):
-    allowed = formulas.tolerance(e2, v2)
-    assert formulas.polynomial_error(allowed, first, 0.0) == expected
-    assert formulas.polynomial_error(allowed, 0.0, 0.0) == INF
+    allowed = largest_errors.tolerance(e2, v2)
+    assert largest_errors.polynomial_error(allowed, first, 0.0) == expected
+    assert largest_errors.polynomial_error(allowed, 0.0, 0.0) == INF
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from mpmath import mp, mpf
 
 import fewbit
 from fewbit.functions.erfcx import erfcx
-from fewbit.runtime.interop.compiler_constants import constant
+from fewbit.runtime.interop.compiler_tracing import constant
 
 HEAVY = "numba scipy matplotlib mpmath sympy jsonschema referencing rpds rich click torch._dynamo"
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from fewbit.policies.error_bound.choices import choose_bits, has_enough_bits
-from fewbit.policies.error_bound.codecs import ExactCodec
+from fewbit.policies.error_bound.choices import ExactCodec, choose_bits, has_enough_bits
 from fewbit.policies.error_bound.table_errors import is_known, table_error
 from fewbit.render.formats import decimal, digits, limit_text, module_name
 from fewbit.render.rows import Rows

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fewbit.config import MAX_BITS, MIN_BITS, ErrorBound
-from fewbit.policies.error_bound.codecs import BoundedCodec, ExactCodec, PayloadStats
 from fewbit.policies.error_bound.estimates import (
     ActivationEstimate,
     BoundKnowledge,
@@ -15,7 +15,50 @@ from fewbit.policies.error_bound.estimates import (
     TensorEstimate,
 )
 from fewbit.policies.error_bound.table_errors import is_known, least_bits
-from fewbit.runtime.codecs import DEFAULT as QUANT
+from fewbit.runtime.codecs import DEFAULT, codec
+from fewbit.runtime.codecs.payload import exact
+
+
+class ExactCodec:
+    """A codec that saves the tensor unchanged, but copies a part of a larger storage."""
+
+    def quantize(self, x, seed):
+        """Return x itself as a codec's result."""
+        return exact(x)
+
+
+@dataclass
+class PayloadStats:
+    """The bits per element of a slot's latest tensor, and the name of the codec that saved it."""
+
+    bits: float | None = None
+    codec: str | None = None
+
+
+@dataclass(frozen=True)
+class BoundedCodec:
+    """A codec of `fewbit.runtime.codecs` that saves tensors within a `bound` on the mean squared error.
+
+    `channels` has bounds of the channels (dimension 1), which replace `bound` for a tensor with as many channels.
+    """
+
+    name: str
+    bound: float
+    channels: tuple[float, ...] | None = None
+    stats: PayloadStats = field(default_factory=PayloadStats, compare=False, repr=False)
+
+    def quantize(self, x, seed):
+        """Return x compressed, and write its size into `stats`."""
+        bound = self.bound
+        if self.channels is not None and x.dim() > 1 and x.shape[1] == len(self.channels):
+            bound = self.channels
+        # The cosine transform needs images, (N, C, H, W).
+        fits = self.name != "jpeg" or x.dim() == 4
+        payload = codec(self.name if fits else DEFAULT).compress(x, bound, seed)
+        if x.numel():
+            self.stats.bits = 8 * payload.nbytes / x.numel()
+            self.stats.codec = payload.codec
+        return payload
 
 
 class BitChoice(NamedTuple):
@@ -63,7 +106,7 @@ def choose_bits(slot: TensorEstimate, bound: ErrorBound) -> BitChoice:
     dx2, constraint = slot.deciding(bound.e2, bound.window)
     if constraint is None and slot.is_known:
         return BitChoice(float(MIN_BITS), dx2)
-    if slot.is_known and (dx2 == 0 or bound.codec != QUANT):
+    if slot.is_known and (dx2 == 0 or bound.codec != DEFAULT):
         return BitChoice(None, dx2, constraint)
     average = slot.least_average(dx2, bound.window)
     if average is not None and not slot.is_known:
@@ -73,7 +116,7 @@ def choose_bits(slot: TensorEstimate, bound: ErrorBound) -> BitChoice:
 
 def choose_codec(slot: TensorEstimate, choice: BitChoice, bound: ErrorBound, stats: PayloadStats):
     """Return the codec for a slot without bits. It writes the size of each tensor into `stats`."""
-    if choice.dx2 == 0 or not slot.is_known or bound.codec == QUANT:
+    if choice.dx2 == 0 or not slot.is_known or bound.codec == DEFAULT:
         return ExactCodec()
     channels = None
     if bound.by_channel and slot.weights is not None:

@@ -12,12 +12,15 @@ from fewbit.errors import FewbitError, InputError
 from fewbit.policies.allocation_report import Allocation
 from fewbit.policies.error_bound import monitor
 from fewbit.policies.error_bound.bounds import Bounds, rows_of
-from fewbit.policies.error_bound.choices import choose, choose_codec
-from fewbit.policies.error_bound.codecs import ExactCodec, PayloadStats
-from fewbit.policies.error_bound.estimates import BoundKnowledge
+from fewbit.policies.error_bound.choices import ExactCodec, PayloadStats, choose, choose_codec
+from fewbit.policies.error_bound.estimates import (
+    BoundKnowledge,
+    updated,
+    updated_activation,
+    updated_slot,
+)
 from fewbit.policies.error_bound.observations import ProbeResult
 from fewbit.policies.error_bound.probe import ErrorBoundProbe
-from fewbit.policies.error_bound.updates import updated, updated_activation, updated_slot
 from fewbit.policies.probing import ProbingPolicy
 from fewbit.policies.records import check_layer
 from fewbit.runtime.format.groups import LEAST_FEATURES

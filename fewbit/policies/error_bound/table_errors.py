@@ -11,7 +11,7 @@ from fewbit import functions
 from fewbit.catalog import store
 from fewbit.config import MAX_BITS, MIN_BITS
 from fewbit.errors import FewbitError, FunctionError, InputError
-from fewbit.policies.error_bound.formulas import quotient, square, tolerance
+from fewbit.policies.error_bound.largest_errors import quotient, square, tolerance
 from fewbit.runtime.activations.tables import DEFAULT
 from fewbit.solver.cells import survey
 from fewbit.solver.weight import Uniform

@@ -18,7 +18,7 @@ from fewbit.errors import FunctionError, TableError
 from fewbit.printable import one_line
 from fewbit.runtime.activations.tables import DEFAULT, text_of
 from fewbit.runtime.interop.bypass import bypass
-from fewbit.runtime.interop.compiler_constants import constant
+from fewbit.runtime.interop.compiler_tracing import constant
 from fewbit.runtime.interop.tensor_kinds import is_abstract
 from fewbit.table import Table, describe_function
 

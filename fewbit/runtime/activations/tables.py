@@ -13,7 +13,7 @@ from fewbit.catalog import store
 from fewbit.config import check_bits
 from fewbit.errors import TableError
 from fewbit.runtime.format.encoding import Encoding
-from fewbit.runtime.interop.compiler_constants import constant
+from fewbit.runtime.interop.compiler_tracing import constant
 from fewbit.table import Table, describe, describe_function
 
 DEFAULT = {"weight": "uniform", "objective": "mse", "tails": "free", "form": "levels"}

@@ -14,7 +14,7 @@ import numpy as np
 
 from fewbit.config import BLOCK
 from fewbit.errors import TableError
-from fewbit.runtime.interop.compiler_constants import constant
+from fewbit.runtime.interop.compiler_tracing import constant
 from fewbit.table import Knots, Table, round_breaks
 
 

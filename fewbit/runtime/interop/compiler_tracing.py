@@ -1,8 +1,16 @@
-"""Run ordinary Python code while torch.compile traces a function, and keep the code out of the compiled program."""
+"""Mark functions as constants for torch.compile, and run Python code while it traces a function, without importing the compiler."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+
+def constant(function: Callable) -> Callable:
+    """Mark a function as `torch.compiler.assume_constant_result` does, which would import Dynamo and SymPy."""
+    function._dynamo_marked_constant = True
+    return function
 
 
 def notify_traced(subject) -> None:

@@ -498,7 +498,8 @@ def test_nothing_saved_says_so(tmp_path):
         assert report.total == 0 and report.entries == ()
         assert "Nothing is saved for backward" in str(report)
         assert "Nothing is saved for backward" in report._repr_html_()
-        report.plot(tmp_path / "none.png", force=True)
+        (axes,) = report.plot(tmp_path / "none.png", force=True).axes
+        assert [text.get_text() for text in axes.texts] == ["nothing is saved"]
 
 
 def test_the_report_is_a_table():
@@ -552,6 +553,7 @@ def test_plot(tmp_path, suffix):
     figure = report.plot(path)
     assert path.read_bytes().startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
     (axes,) = figure.axes
+    assert "nothing is saved" not in [text.get_text() for text in axes.texts]
     widths = sum(bar.get_width() for bar in axes.patches)
     assert widths == pytest.approx(report.total / 2**10)
     labels = [label.get_text() for label in axes.get_yticklabels()]

@@ -73,6 +73,13 @@ def test_the_driver_and_the_compilers(monkeypatch):
     assert found["compilers"] == ("g++, no nvcc (pip gets it for a build)", "")
 
 
+@pytest.mark.parametrize("cuda", [None, object()], ids=["CPU only", "with CUDA"])
+def test_kernels_for_gpus(monkeypatch, cuda):
+    kernels = pytest.importorskip("fewbit._kernels")
+    monkeypatch.setattr(kernels, "cuda", cuda, raising=False)
+    assert doctor._has_cuda_kernels() is (cuda is not None)
+
+
 def test_kernels_that_wait_for_a_driver_need_no_new_installation(monkeypatch):
     gpu(monkeypatch, "the driver supports CUDA 12.8, these kernels need 13.0", 12080)
     monkeypatch.setattr(doctor, "_has_cuda_kernels", lambda: True)

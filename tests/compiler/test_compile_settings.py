@@ -2,6 +2,7 @@
 
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import fewbit
-from fewbit.compiler import partitioner, self_check
+from fewbit.compiler import partitioner, rewrite, self_check
 
 pytestmark = MARKS
 
@@ -221,6 +222,29 @@ def test_partition_fn():
 def test_bad_settings(arguments, message):
     with pytest.raises(fewbit.InputError, match=message):
         fewbit.compile(**{"model": nn.Linear(4, 4), **arguments})
+
+
+CHANNELS = {  # name: (shape, order of dimensions in storage, whether attention saves the tensor, number of channels)
+    "tokens": ((64, 8, 20), (0, 1, 2), False, 20),
+    "rows": ((512, 20), (0, 1), False, 20),
+    "few rows": ((8, 20), (0, 1), False, 0),
+    "one column": ((512, 1), (0, 1), False, 0),
+    "transposed rows": ((512, 20), (1, 0), False, 0),
+    "channels-last images": ((4, 3, 16, 16), (0, 2, 3, 1), False, 3),
+    "images": ((4, 3, 16, 16), (0, 1, 2, 3), False, 0),
+    "queries of a permuted projection": ((4, 2, 256, 8), (0, 2, 1, 3), True, 16),
+    "the same outside of attention": ((4, 2, 256, 8), (0, 2, 1, 3), False, 0),
+    "contiguous queries": ((4, 2, 256, 8), (0, 1, 2, 3), True, 0),
+    "queries of one head": ((4, 256, 8), (0, 1, 2), True, 8),
+    "a vector": ((512,), (0,), False, 0),
+}
+
+
+@pytest.mark.parametrize("shape, order, is_attention, count", CHANNELS.values(), ids=CHANNELS)
+def test_which_tensors_have_channels(shape, order, is_attention, count):
+    node = SimpleNamespace(meta={"val": torch.empty(shape)})
+    root = SimpleNamespace(node=node, is_attention=is_attention)
+    assert rewrite._channels(root, list(order)) == count
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -30,8 +31,9 @@ class Borrowed {
 // The arguments of an op, which the op owns: they are deleted when this goes out of scope, also after an exception.
 class Arguments {
  public:
-  // kinds: a letter for each argument, 't' for a tensor, 'n' for a number.
-  Arguments(Value* stack, const char* kinds) : stack_(stack), kinds_(kinds) {
+  // kinds: a letter for each argument, 't' for a tensor, 'n' for a number. count: the number of arguments on the stack.
+  Arguments(Value* stack, uint64_t count, const char* kinds) : stack_(stack), kinds_(kinds) {
+    if (count != std::strlen(kinds)) throw std::runtime_error("fewbit's compiled kernels are not of this version: build them again");
     for (size_t i = 0; kinds[i]; ++i) values_.push_back(stack[i]);
   }
   Arguments(const Arguments&) = delete;
@@ -119,44 +121,45 @@ class Ops {
   }
 
   // quantize_dense(Tensor x, Tensor seed, int bits, int group_size, int kind) -> (Tensor, Tensor)
-  static void quantize_dense(Value* stack, uint64_t, uint64_t) {
-    Arguments arguments(stack, "ttnnn");
+  static void quantize_dense(Value* stack, uint64_t count, uint64_t) {
+    Arguments arguments(stack, count, "ttnnn");
     const Device* const device = device_;
     if (!device || !is_usual(stack[0])) return arguments.pass_to("fewbit::quantize_dense_in_python");
     quantize(*device, stack, arguments, arguments.int_at(4, "kind"), {});
   }
 
-  // quantize_by_channels(Tensor x, Tensor seed, int bits, int group_size, SymInt channels) -> (Tensor, Tensor, Tensor)
-  static void quantize_by_channels(Value* stack, uint64_t, uint64_t) {
-    Arguments arguments(stack, "ttnnn");
+  // quantize_by_channels(Tensor x, Tensor seed, int bits, int group_size, SymInt count) -> (Tensor, Tensor, Tensor)
+  static void quantize_by_channels(Value* stack, uint64_t count, uint64_t) {
+    Arguments arguments(stack, count, "ttnnn");
     const Device* const device = device_;
-    if (!device || !is_usual(stack[0])) return arguments.pass_to("fewbit::quantize_by_channels_in_python");
     const Borrowed x(stack[0]);
-    OpTensor channels = OpTensor::empty(*x, {arguments.size_at(4), kColumns}, dtype_of(kBfloat16));
-    device->channel_statistics(x->buffer(), channels.buffer(), {}, {}, 1);
-    quantize(*device, stack, arguments, static_cast<int>(CopyKind::rotated), channels.buffer());
-    stack[2] = channels.release();
+    const Buffer from = x->buffer();
+    if (!device || !is_usual(stack[0]) || !from.count) return arguments.pass_to("fewbit::quantize_by_channels_in_python");
+    OpTensor statistics = OpTensor::empty(*x, {arguments.size_at(4), kColumns}, dtype_of(kBfloat16));
+    device->channel_statistics(from, statistics.buffer(), {}, {}, 1);
+    quantize(*device, stack, arguments, static_cast<int>(CopyKind::rotated), statistics.buffer());
+    stack[2] = statistics.release();
   }
 
   // dequantize_dense(Tensor packed, Tensor ranges, int bits, int group_size, SymInt samples, SymInt features, ScalarType dtype,
   //                  int kind) -> Tensor
-  static void dequantize_dense(Value* stack, uint64_t, uint64_t) {
-    Arguments arguments(stack, "ttnnnnnn");
+  static void dequantize_dense(Value* stack, uint64_t count, uint64_t) {
+    Arguments arguments(stack, count, "ttnnnnnn");
     const Device* const device = device_;
     if (!device || !is_usual_copy(stack)) return arguments.pass_to("fewbit::dequantize_dense_in_python");
     dequantize(*device, stack, arguments, arguments.int_at(7, "kind"), {});
   }
 
   // dequantize_by_channels(Tensor packed, Tensor ranges, int bits, int group_size, SymInt samples, SymInt features,
-  //                        ScalarType dtype, Tensor channels) -> Tensor
-  static void dequantize_by_channels(Value* stack, uint64_t, uint64_t) {
-    Arguments arguments(stack, "ttnnnnnt");
-    const Borrowed channels(stack[7]);
+  //                        ScalarType dtype, Tensor statistics) -> Tensor
+  static void dequantize_by_channels(Value* stack, uint64_t count, uint64_t) {
+    Arguments arguments(stack, count, "ttnnnnnt");
+    const Borrowed statistics(stack[7]);
     const Device* const device = device_;
-    if (!device || !is_usual_copy(stack) || !channels->is_contiguous()) {
+    if (!device || !is_usual_copy(stack) || !statistics->is_contiguous()) {
       return arguments.pass_to("fewbit::dequantize_by_channels_in_python");
     }
-    dequantize(*device, stack, arguments, static_cast<int>(CopyKind::rotated), channels->buffer());
+    dequantize(*device, stack, arguments, static_cast<int>(CopyKind::rotated), statistics->buffer());
   }
 
   // Returns whether the kernels can quantize x.
@@ -172,30 +175,30 @@ class Ops {
   }
 
   // Quantizes argument 0 with the seed and settings after it. Stores the codes and ranges as results 0 and 1.
-  static void quantize(const Device& device, Value* stack, const Arguments& arguments, int kind, const Buffer& channels) {
+  static void quantize(const Device& device, Value* stack, const Arguments& arguments, int kind, const Buffer& statistics) {
     const Borrowed x(stack[0]), seed(stack[1]);
     const int bits = arguments.int_at(2, "bits"), group_size = arguments.int_at(3, "group_size");
     const CopyShape shape = shape_of(x->sizes(), x->dims(), group_size, bits, kind);
     OpTensor packed = OpTensor::empty(*x, {shape.words()}, dtype_of(kInt32));
     OpTensor ranges = OpTensor::empty(*x, {shape.rows(), kColumns}, dtype_of(kBfloat16));
-    device.quantize_alike(x->buffer(), shape, {0, false, seed->buffer()}, packed.buffer(), ranges.buffer(), channels);
+    device.quantize_alike(x->buffer(), shape, {0, false, seed->buffer()}, packed.buffer(), ranges.buffer(), statistics);
     stack[0] = packed.release();
     stack[1] = ranges.release();
   }
 
   // Dequantizes a copy with the settings in arguments 2 to 6. Stores the values, (samples, features), as result 0.
-  static void dequantize(const Device& device, Value* stack, const Arguments& arguments, int kind, const Buffer& channels) {
+  static void dequantize(const Device& device, Value* stack, const Arguments& arguments, int kind, const Buffer& statistics) {
     const Borrowed packed(stack[0]), ranges(stack[1]);
     const int64_t sizes[] = {arguments.size_at(4), arguments.size_at(5)};
     const CopyShape shape = shape_of(sizes, 2, arguments.int_at(3, "group_size"), arguments.int_at(2, "bits"), kind);
     OpTensor out = OpTensor::empty(*packed, {sizes[0], sizes[1]}, static_cast<int32_t>(stack[6]));
-    device.dequantize_alike(packed->buffer(), ranges->buffer(), shape, out.buffer(), channels);
+    device.dequantize_alike(packed->buffer(), ranges->buffer(), shape, out.buffer(), statistics);
     stack[0] = out.release();
   }
 
   // pack(Tensor codes, int bits) -> Tensor
-  static void pack(Value* stack, uint64_t, uint64_t) {
-    Arguments arguments(stack, "tn");
+  static void pack(Value* stack, uint64_t count, uint64_t) {
+    Arguments arguments(stack, count, "tn");
     const Borrowed codes(stack[0]);
     const Device* const device = device_;
     if (!device || !codes->is_contiguous()) return arguments.pass_to("fewbit::pack_in_python");
@@ -208,8 +211,8 @@ class Ops {
   }
 
   // unpack(Tensor packed, int bits, SymInt n) -> Tensor
-  static void unpack(Value* stack, uint64_t, uint64_t) {
-    Arguments arguments(stack, "tnn");
+  static void unpack(Value* stack, uint64_t count, uint64_t) {
+    Arguments arguments(stack, count, "tnn");
     const Borrowed packed(stack[0]);
     const Device* const device = device_;
     if (!device || !packed->is_contiguous()) return arguments.pass_to("fewbit::unpack_in_python");
@@ -219,8 +222,8 @@ class Ops {
   }
 
   // pack_mask(Tensor mask) -> Tensor. The mask is boolean, or a floating number that is not negative.
-  static void pack_mask(Value* stack, uint64_t, uint64_t) {
-    Arguments arguments(stack, "t");
+  static void pack_mask(Value* stack, uint64_t count, uint64_t) {
+    Arguments arguments(stack, count, "t");
     const Borrowed mask(stack[0]);
     const bool is_boolean = mask->dtype() == shim()->boolean;
     const Device* const device = device_;
@@ -237,8 +240,8 @@ class Ops {
   }
 
   // unpack_mask(Tensor packed, SymInt n, *, ScalarType dtype) -> Tensor
-  static void unpack_mask(Value* stack, uint64_t, uint64_t) {
-    Arguments arguments(stack, "tnn");
+  static void unpack_mask(Value* stack, uint64_t count, uint64_t) {
+    Arguments arguments(stack, count, "tnn");
     const Borrowed packed(stack[0]);
     const auto dtype = static_cast<int32_t>(stack[2]);
     const bool is_boolean = dtype == shim()->boolean;

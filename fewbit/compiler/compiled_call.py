@@ -10,6 +10,7 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils import _python_dispatch
 
 from fewbit.analysis.recorder import is_fewbit_node
 from fewbit.compiler.partitioner import Partitioner
+from fewbit.compiler.seed_counters import Drawing
 from fewbit.errors import CompileWarning
 from fewbit.render.formats import amount
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
@@ -110,7 +112,8 @@ class CompiledCall:
         frames, reasons, start = dict(counters["frames"]), _reasons(), next_sequence_number()
         _running.depth += 1
         try:
-            result = run(*args, **kwargs)
+            with Drawing() if outside is None else nullcontext():
+                result = run(*args, **kwargs)
         finally:
             _running.depth -= 1
         inputs = tensors_in((args, kwargs))
@@ -297,7 +300,7 @@ def _outside() -> tuple[str, str] | None:
 def _modes_prevent_compilation() -> bool:
     is_in_any = _python_dispatch.is_in_any_mode_without_ignore_compile_internals()  # of any thread
     if not (is_in_any or torch._C._len_torch_dispatch_stack()):
-        return False
+        return False  # for most calls, without reading torch's config, which takes longer
     if getattr(torch._dynamo.config, "inline_torch_dispatch_torch_compile", False):
         return _python_dispatch.any_torch_dispatch_mode_on_stack()  # the stack of this thread
     return is_in_any

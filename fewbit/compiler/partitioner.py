@@ -20,7 +20,13 @@ from fewbit.compiler.rewrite import Copy, Rewriter
 from fewbit.compiler.seed_counters import counter_of
 from fewbit.convert.module_settings import ResolvedSettings
 
-_FILES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
+_FOLDERS = "compiler", "runtime/ops", "runtime/format"
+_FILES = tuple(
+    str(path)
+    for folder in _FOLDERS
+    for path in sorted((Path(__file__).parents[1] / folder).glob("*.py"))
+)
+"""The files on which compiled graphs depend."""
 _FEWER = "torch's own partition saves fewer bytes than copies would have"
 
 

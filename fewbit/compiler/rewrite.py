@@ -178,20 +178,20 @@ class Rewriter:
         source = self._call(aten.permute.default, (node, order))
         shape = [value.shape[dim] for dim in order]
         channels = _channels(root, order) if kind == ROTATED else 0
-        how, number = (bits, settings.group_size), KIND_NUMBERS[kind]
-        op, last = (quantize_by_channels_op, channels) if channels else (quantize_dense_op, number)
-        result = self._call(op, (source, self._seeds[node], *how, last))
+        settings, number = (bits, settings.group_size), KIND_NUMBERS[kind]
+        op = quantize_by_channels_op if channels else quantize_dense_op
+        arguments = source, self._seeds[node], *settings, channels or number
+        result = self._call(op, arguments)
         saved = [self._call(operator.getitem, (result, i)) for i in range(3 if channels else 2)]
-        sizes = self._sizes(groups.samples_of(shape))
-        size = self._sizes(shape)
+        rows, shape = self._sizes(groups.samples_of(shape)), self._sizes(shape)
 
         def restore():
-            packed, ranges, *numbers = saved
+            packed, ranges, *statistics = saved
             op = dequantize_by_channels_op if channels else dequantize_dense_op
-            arguments = packed, ranges, *how, *sizes, value.dtype, *(numbers or [number])
+            arguments = packed, ranges, *settings, *rows, value.dtype, *(statistics or [number])
             back = self._call(op, arguments, like=node, tag=True)
-            if len(size) != 2:
-                back = self._call(aten.view.default, (back, size), tag=True)
+            if len(shape) != 2:
+                back = self._call(aten.view.default, (back, shape), tag=True)
             back = self._call(aten.permute.default, (back, _inverse(order)), tag=True)
             return back if mask is None else self._zero_where(mask, back, node)
 

@@ -1,16 +1,19 @@
 """The seeds from which compiled code rounds at random: each device has a counter of its own (docs/decisions/0010).
 
-A second call of `torch.manual_seed` with the same seed does not restart a counter, because torch's generator may be in the same state
-between two steps.
+A call of a compiled model restarts the counters from a hash of torch's CPU generator, also before it replays a CUDA graph. Code that
+is compiled otherwise restarts a counter when the seed of `torch.manual_seed` has changed.
 """
 
 from __future__ import annotations
+
+import threading
 
 import torch
 from torch.library import register_fake
 
 from fewbit.runtime import backends
 from fewbit.runtime.ops.library import define
+from fewbit.runtime.saved.seeds import advance_generator, generator_hash
 
 
 class _Counter:
@@ -19,16 +22,46 @@ class _Counter:
             self.value = torch.zeros(1, dtype=torch.int64, device=device)
         self.start = None
 
+    def restart(self, start: int) -> None:
+        self.value.fill_((start + 2**63) % 2**64 - 2**63)
+        self.start = start
+
     def draw(self, count: int) -> torch.Tensor:
-        start = torch.initial_seed()
-        if start != self.start:
-            # Not in a CUDA graph: the seed does not change while a graph is captured.
-            self.value.fill_((start + 2**63) % 2**64 - 2**63)
-            self.start = start
+        start = torch.initial_seed() if _call.start is None else _call.start
+        if start != self.start:  # never while a CUDA graph is captured
+            self.restart(start)
         return backends.of(self.value).draw_seeds(self.value, count)
 
 
+class _Call(threading.local):
+    """The call of a compiled model that runs in a thread: the number from which its counters start, or None."""
+
+    start: int | None = None
+
+
+_call = _Call()
 _counters: dict[torch.device, _Counter] = {}
+
+
+class Drawing:
+    """A context manager for a call of a compiled model, in which seeds follow from torch's CPU generator as it is when the call begins.
+
+    Calls within the call, and calls that a CUDA graph captures, go on with the seeds around them.
+    """
+
+    def __enter__(self):
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        self._start = None if is_captured or _call.start is not None else generator_hash()
+        if self._start is not None:
+            _call.start = self._start
+            for counter in [*_counters.values()]:
+                counter.restart(self._start)
+
+    def __exit__(self, *_):
+        if self._start is not None:
+            _call.start = None
+            if generator_hash() == self._start:
+                advance_generator()  # or the next call would round alike
 
 
 def counter_of(device: torch.device) -> _Counter:

@@ -50,6 +50,7 @@ def test_copies_with_channels_and_of_views(device):
     check_copies(x.t(), 3, 64, ROTATED, channels=64)
     check_copies(x.view(2, 4, 8, 48).bfloat16(), 4, 256, ROTATED, channels=48)
     check_copies(x.double(), 2, 256, ROTATED, channels=48)
+    check_copies(x[:0], 2, 256, ROTATED, channels=48)
     check_copies(x.t(), 2, 256, 1)
     check_copies(x[:, 1:], 2, 256, 0)
 

@@ -1,5 +1,7 @@
 """The seeds of compiled graphs, and dropout."""
 
+import itertools
+
 import pytest
 import torch
 from compiled_models import EXACT, MARKS
@@ -66,6 +68,37 @@ def test_each_step_rounds_anew_and_a_seed_reproduces_the_steps():
     first, other, again = drawn(11), drawn(12), drawn(11)
     assert len({*first.tolist(), *other.tolist()}) == 12
     assert torch.equal(first, again)
+
+
+REPEATS = {  # name: what brings torch's generator back into an earlier state, given that state
+    "seed": lambda _: torch.manual_seed(3),
+    "state": torch.set_rng_state,
+}
+
+
+@pytest.mark.parametrize("repeat", REPEATS.values(), ids=REPEATS)
+@pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["", "with dropout"])
+def test_a_generator_in_an_earlier_state_repeats_steps(repeat, dropout):
+    layers = nn.Linear(64, 64), nn.Dropout(dropout), nn.Tanh(), nn.Linear(64, 64)
+    model, x = nn.Sequential(*layers), torch.randn(32, 64)
+    compiled = fewbit.compile(model, 2, backend="aot_eager")
+
+    def steps(count):
+        for _ in range(count):
+            model.zero_grad()
+            compiled(x).square().sum().backward()
+            yield torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    first = [*steps(1)]
+    between = torch.get_rng_state()
+    first += steps(2)
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(first, 2))
+    repeat(state)
+    assert all(map(torch.equal, steps(3), first))
+    torch.set_rng_state(between)  # as a run that was interrupted goes on
+    assert all(map(torch.equal, steps(2), first[1:]))
 
 
 def test_each_device_draws_its_seeds():

@@ -56,7 +56,8 @@ def gradients(query, key, value, grad, is_causal: bool, scale: float | None):
     q, k, v, g = [x.to(grad.dtype).reshape(heads, *x.shape[-2:]) for x in (*inputs, grad)]
     size = min(length, _BLOCK_QUERIES) * keys
     step = max(1, _BLOCK * torch.get_num_threads() // size)
-    if heads <= step and length <= _BLOCK_QUERIES:
+    is_one = heads <= step and length <= _BLOCK_QUERIES
+    if is_one and not (is_causal and keys > length):
         p, t = _block(q, k, v, g, 0 if is_causal else None, scale)
         of_q = _product(torch.zeros_like(q), t, k, scale)
         found = of_q, _product(torch.zeros_like(k), t.mT, q, scale), torch.bmm(p.mT, g)
@@ -87,7 +88,7 @@ def _by_blocks(q, k, v, g, is_causal: bool, scale: float, step: int):
 
 
 def _block(q, k, v, g, first: int | None, scale: float):
-    """Return P and T of a block of queries, of which causal attention calls the first one number `first`."""
+    """Return P and T of a block. `first` is the position of its first query, or None if attention is not causal."""
     mask = q.new_zeros(q.shape[1], k.shape[1], dtype=torch.float32)
     if first is not None:
         mask = mask.fill_(-math.inf).triu_(first + 1)
@@ -99,7 +100,7 @@ def _block(q, k, v, g, first: int | None, scale: float):
 
 
 def _product(out, a, b, scale: float):
-    """Write scale * a b to `out`, which is 0, because products of bfloat16 leave it as it is if the scale is 0."""
+    """Write scale * a b to `out`, which must be 0: with scale 0, products of bfloat16 do not write to it."""
     return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
 
 

@@ -1,13 +1,15 @@
 """Torch ops on contiguous tensors, which the compiled kernels implement in C++, so that compiled models need no Python.
 
     quantize_dense(x, seed, bits, group_size, kind) -> packed, ranges
-    quantize_by_channels(x, seed, bits, group_size, channels) -> packed, ranges, numbers of channels, of a rotated copy
+    quantize_by_channels(x, seed, bits, group_size, count) -> packed and ranges of a rotated copy, statistics
     dequantize_dense(packed, ranges, bits, group_size, samples, features, dtype, kind) -> the values, (samples, features)
-    dequantize_by_channels(packed, ranges, bits, group_size, samples, features, dtype, channels) -> the same
+    dequantize_by_channels(packed, ranges, bits, group_size, samples, features, dtype, statistics) -> the same
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
     pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
 
-`kind` is one of `KIND_NUMBERS`. The functions here run where the C++ code does not.
+`kind` is one of `KIND_NUMBERS`. A copy "by channels" subtracts each channel's mean and divides by its scale before the rotation;
+`statistics`, (count, 2) bfloat16, has both numbers of each of the `count` channels, 1 or more. Sizes are two numbers because a list
+of all sizes would cost each call more time. The functions here run where the C++ code does not.
 """
 
 from __future__ import annotations
@@ -53,20 +55,20 @@ def _quantize(x, seed, bits, group_size, kind):
     return quantizer_ops.quantize(x, seed, bits, group_size, kind=_KINDS[kind])
 
 
-def _quantize_by_channels(x, seed, bits, group_size, channels):
+def _quantize_by_channels(x, seed, bits, group_size, count):
     x = x.detach().contiguous()
-    return quantizer_ops.quantize_with_channels(x, seed, bits, group_size, ROTATED, channels)
+    return quantizer_ops.quantize_with_channels(x, seed, bits, group_size, ROTATED, count)
 
 
-def _dequantize(packed, ranges, bits, group_size, samples, features, dtype, kind, channels=None):
+def _dequantize(packed, ranges, bits, group_size, samples, features, dtype, kind, statistics=None):
     settings = bits, group_size, (samples, features), (features, 1), dtype
-    packed, ranges = packed.contiguous(), ranges.contiguous()
-    return quantizer_ops.dequantize(packed, ranges, *settings, kind=_KINDS[kind], channels=channels)
+    packed, ranges, kind = packed.contiguous(), ranges.contiguous(), _KINDS[kind]
+    return quantizer_ops.dequantize(packed, ranges, *settings, kind=kind, channels=statistics)
 
 
-def _dequantize_by_channels(packed, ranges, bits, group_size, samples, features, dtype, channels):
-    place = bits, group_size, samples, features, dtype
-    return _dequantize(packed, ranges, *place, KIND_NUMBERS[ROTATED], channels.contiguous())
+def _dequantize_by_channels(packed, ranges, bits, group_size, samples, features, dtype, statistics):
+    settings = bits, group_size, samples, features, dtype, KIND_NUMBERS[ROTATED]
+    return _dequantize(packed, ranges, *settings, statistics.contiguous())
 
 
 def _pack_mask(mask):
@@ -88,14 +90,14 @@ quantize_dense_op = _define(
     _quantize,
 )
 quantize_by_channels_op = _define(
-    "quantize_by_channels(Tensor x, Tensor seed, int bits, int group_size, SymInt channels) "
+    "quantize_by_channels(Tensor x, Tensor seed, int bits, int group_size, SymInt count) "
     "-> (Tensor, Tensor, Tensor)",
     _quantize_by_channels,
 )
 _COPY = "Tensor packed, Tensor ranges, int bits, int group_size, SymInt samples, SymInt features, ScalarType dtype"
 dequantize_dense_op = _define(f"dequantize_dense({_COPY}, int kind) -> Tensor", _dequantize)
 dequantize_by_channels_op = _define(
-    f"dequantize_by_channels({_COPY}, Tensor channels) -> Tensor", _dequantize_by_channels
+    f"dequantize_by_channels({_COPY}, Tensor statistics) -> Tensor", _dequantize_by_channels
 )
 pack_op = _define(
     "pack(Tensor codes, int bits) -> Tensor",
@@ -117,8 +119,8 @@ def _(x, seed, bits, group_size, kind):
 
 
 @register_fake("fewbit::quantize_by_channels")
-def _(x, seed, bits, group_size, channels):
-    return quantizer_ops.fake_copy(x, bits, group_size, ROTATED, channels)
+def _(x, seed, bits, group_size, count):
+    return quantizer_ops.fake_copy(x, bits, group_size, ROTATED, count)
 
 
 @register_fake("fewbit::dequantize_dense")

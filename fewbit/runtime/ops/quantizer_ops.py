@@ -147,7 +147,9 @@ def _quantize_with_stride(x, stride, seed, bits, group_size, kind, channels=0):
 def quantize_with_channels(x, seed, bits, group_size, kind, channels):
     """Return (packed, ranges, numbers of channels); see `quantize`."""
     numbers, normalize = x.new_empty((0, 2), dtype=torch.bfloat16), None
-    if channels:
+    if channels and not x.numel():
+        numbers = numbers.new_tensor([0.0, 1.0]).expand(channels, 2).contiguous()
+    elif channels:
         numbers = channel_statistics(x, channels)
         normalize = Normalization(channels=numbers)
     return *quantize(x, seed, bits, group_size, normalize, kind=kind), numbers

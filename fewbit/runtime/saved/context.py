@@ -84,7 +84,9 @@ class ForwardContext:
     def begin(self, module, inputs) -> Forward:
         """Return a forward pass that begins now, in a recomputation with the bits and seeds of the first run."""
         outer = running.forward
-        if torch._C._current_graph_task_id() != -1:  # `in_backward`, without a call
+        if (
+            torch._C._current_graph_task_id() != -1
+        ):  # `in_backward`, without a call, which takes time in each forward
             found = self._recorded() or self._unknown(inputs)
             forward = Forward(
                 self,

@@ -45,7 +45,7 @@ def advance_generator() -> None:
     if torch._C._len_torch_dispatch_stack():
         torch.randint(2**63 - 1, (), device="cpu")
     else:
-        _NUMBER.random_()  # advances the generator alike in a fifth of the time
+        _NUMBER.random_()  # advances the generator alike in less than half of the time
 
 
 def mixed(start: int, purpose: int, count: int) -> int:

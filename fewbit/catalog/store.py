@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fewbit import functions
 from fewbit._version import __version__
-from fewbit.errors import FewbitError, SolveError
+from fewbit.errors import FewbitError, FunctionError, SolveError
 from fewbit.files import cache_folder, write_atomic
 from fewbit.printable import printable
 from fewbit.schema.documents import parse_json, read_text
@@ -69,6 +69,10 @@ def load_table(
         SolveError: An argument is out of range, the request cannot be satisfied, or the table must be solved and numba is
             not installed.
     """
+    if isinstance(function, str) and function.endswith(".json"):
+        raise FunctionError(
+            f"expected the name of a function, got {function!r}; fewbit.Table.load reads a file"
+        )
     count, all_bits = count_levels(bits, levels)
     check_request(form, objective, tails, parameters)
     domain = checked_domain(domain)

@@ -88,7 +88,7 @@ class CompileReport(Result):
         rows = sorted(groups.items(), key=lambda group: -saved_bytes_of(group[1]))
         title = f"{amount(saved)} saved for backward, in place of {amount(exact)}"
         if self.graphs > 1:
-            title += f", in {self.graphs} graphs together"
+            title += f", the sum of {self.graphs} graphs, of parts of the model or of inputs of other sizes"
         return View(title, columns, rows)
 
 

@@ -177,7 +177,9 @@ def _check(config: BitConfig, model, sample) -> None:
                 "budget: expected a model in training mode, got one in evaluation mode"
             )
         if sample is None:
-            raise InputError("budget: expected a sample too, as the bytes depend on the inputs")
+            raise InputError(
+                "budget: expected sample= too, an example input, as the saved bytes depend on it"
+            )
 
 
 def _converted(model, settings, selection, sample) -> tuple[Conversion, dict[str, int]]:

@@ -278,7 +278,7 @@ class FunctionMode(ReplacingMode):
             return function(*args, **kwargs)
         context, path = self.settings.quantizer.context, ""
         if context is not None:
-            forward = context.running()
+            forward = context.innermost_forward()
             if forward is None or not forward.compresses_functions():
                 return function(*args, **kwargs)
             path = forward.path
@@ -317,7 +317,7 @@ class FunctionMode(ReplacingMode):
     def _copies(self, x) -> SharedCopies | None:
         """Return the copies that layers share if x is a tensor in a forward pass of the model, or None."""
         context = self.settings.quantizer.context
-        forward = None if context is None else context.running()
+        forward = None if context is None else context.innermost_forward()
         if forward is None or not isinstance(x, torch.Tensor):
             return None
         return context.saving(x).shared

@@ -52,6 +52,13 @@ REQUESTS = [
 ]
 
 
+def test_a_file_is_no_function():
+    with pytest.raises(
+        fewbit.FunctionError, match="name of a function, got 'g.json'; fewbit.Table.load"
+    ):
+        fewbit.load_table("g.json")
+
+
 def test_other_tables_are_solved_once_and_stored_in_a_file_each(cache, monkeypatch):
     tables = [fewbit.load_table(name, **request) for name, request in REQUESTS]
     documents = [json.loads(path.read_text()) for path in cache.iterdir()]

@@ -737,7 +737,9 @@ def test_a_parametrized_module_with_layers_inside(parametrized_first):
     if parametrized_first:
         quiet(model)
     context, seen = model.linear.quantizer.context, []
-    model.linear.register_forward_hook(lambda *_: seen.append(context.running() is not None))
+    model.linear.register_forward_hook(
+        lambda *_: seen.append(context.innermost_forward() is not None)
+    )
     model(torch.ones(2, 8)).sum().backward()
     nn.utils.parametrize.remove_parametrizations(model, "scale")
     model(torch.ones(2, 8)).sum().backward()

@@ -140,7 +140,7 @@ def test_the_constructor_of_the_trainer_compresses_the_model_if_the_key_is_there
         ('{"fewbit": {"layers": {"group_size": 33}}}', "expected a multiple of 32"),
         ('{"fewbit": {"quantizer": "uniform"}}', "expected settings of layers in the argument layers"),
         ('{"fewbit": {"bit": 2}}', "unexpected keyword argument 'bit'"),
-        ('{"fewbit": {"bits": {"kind": "budget", "bytes": "1 GiB"}}}', "budget: expected a sample too"),
+        ('{"fewbit": {"bits": {"kind": "budget", "bytes": "1 GiB"}}}', "budget: expected sample= too"),
     ],
 )  # fmt: skip
 def test_settings_are_checked_before_the_model_is_loaded(text, message, plugin):

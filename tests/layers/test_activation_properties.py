@@ -347,6 +347,7 @@ REFUSED = [  # (a call with x, which needs a gradient or not, the error, the mes
     (lambda x: F.relu(x + 0, "yes"), InputError, "inplace: expected False or True.*"),
     (lambda x: F.gelu(x, 3), FunctionError, ".*got 3; bits are given by name, as gelu.*"),
     (lambda x: F.gelu(x, table=torch.ones(8, requires_grad=True)), TableError, ".*takes no gradient.*"),
+    (lambda x: F.gelu(x, table="g.json"), TableError, r"table: expected a fewbit.Table, got str; fewbit.Table.load\('g.json'\) reads a file"),
     (lambda x: F.gelu(x, table=load_table("silu", 3)), TableError, "table: expected a table of gelu, got one of silu.*"),
     (lambda x: F.elu(x, 2.0, table=load_table("elu", 3)), TableError, r"table: expected a table of elu\(alpha=2\), got one of elu.*"),
     (lambda x: F.gelu(x, "tanh", table=load_table("gelu", 3)), TableError, "table: expected a table of gelu_tanh, got one of gelu.*"),

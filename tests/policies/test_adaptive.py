@@ -108,7 +108,10 @@ def test_allocation_shows_itself():
 def test_a_budget_that_is_too_small():
     make, shape = MODELS["convnet"]
     model, x = make(), normal(shape)
-    with pytest.raises(InputError, match="^budget: expected a sample too, as the bytes depend on"):
+    with pytest.raises(
+        InputError,
+        match="^budget: expected sample= too, an example input, as the saved bytes depend on",
+    ):
         fewbit.compress_(model, fewbit.Budget("1 KB"), verbose=False)
     with pytest.raises(InputError, match="^budget: expected .*got 1,024"):
         fewbit.compress_(model, fewbit.Budget("1 KB"), sample=x, verbose=False)

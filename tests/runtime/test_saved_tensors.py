@@ -209,7 +209,7 @@ def test_nothing_outlives_a_forward():
     x = X.clone()
     y = model(x)
     context = model.layers[0].quantizer.context
-    assert y.requires_grad and context.running() is None
+    assert y.requires_grad and context.innermost_forward() is None
     # The same input again, while the first graph is alive: a copy of its own.
     a, b = saved_by(model, X)[1], saved_by(model, X)[1]
     assert {t.data_ptr() for t in a}.isdisjoint(t.data_ptr() for t in b)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 from struct import pack, unpack
 
 import numpy as np
@@ -90,10 +91,10 @@ def check_choice(bits, table) -> None:
     """Raise InputError for invalid `bits`, and TableError unless `table` is a table or None."""
     check_bits(bits)
     if table is not None and not isinstance(table, Table):
-        raise TableError(
-            f"table: expected a fewbit.Table, got {type(table).__name__}; "
-            "a table is a constant and takes no gradient"
-        )
+        advice = "a table is a constant and takes no gradient"
+        if isinstance(table, str | Path):
+            advice = f"fewbit.Table.load({str(table)!r}) reads a file"
+        raise TableError(f"table: expected a fewbit.Table, got {type(table).__name__}; {advice}")
 
 
 def _function(function, parameters) -> functions.Function:

@@ -157,7 +157,7 @@ class GraphCompressor:
             if one.rule is None or self._stays(one.argument, one.rule)
         }
         exact |= _without_gain(candidates, settings)
-        shared = context.running().shared
+        shared = context.innermost_forward().shared
         if shared is not None and shared.wanted:
             for one in candidates:
                 if storage_of(one.argument.tensor) in exact:

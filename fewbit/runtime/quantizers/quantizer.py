@@ -200,6 +200,7 @@ class Quantizer:
             return self._quantize_alone(x, is_usual, slot, kind, features, extra_bits)
         # Every layer of a model runs the code that follows, so it calls few functions.
         forward = running.forward
+        # Hooks may be those of a checkpointed region, which has bits, seeds and copies of its own.
         if forward is None or forward.context is not context or top_hooks(False) is not None:
             forward = context.saving(x)
         stride, order, by_sample = None, None, True
@@ -227,22 +228,22 @@ class Quantizer:
 
         return in_storage_order(x, save)
 
-    def _save(self, x, saving, shared, slot, kind, channels, extra_bits, is_usual, stride=None):
+    def _save(self, x, saving, may_share, slot, kind, channels, extra_bits, is_usual, stride=None):
         """Quantize x, whose dimensions are in storage order, or share a copy."""
-        copies, mask, result = saving.shared, None, None
-        place = place_of(x, stride=stride) if shared and copies is not None else None
+        shared, mask, result = saving.shared, None, None
+        place = place_of(x, stride=stride) if may_share and shared is not None else None
         if place is not None:
             key = self.key
-            saved, is_known = None, place in copies.copies
+            saved, is_known = None, place in shared.copies
             if is_known:
-                saved = copies.get(place, key)
-            if copies.results and not saving.is_region:
-                result = copies.results.get(place)
+                saved = shared.get(place, key)
+            if shared.results and not saving.is_region:
+                result = shared.results.get(place)
             # An activation chooses its copy by the forward before this one, so only equal settings share the copy.
             if is_known and saved is None and result is None:
-                saved = copies.with_more_bits(place, key)
-            if copies.masks and (saved is None or channels) and kind == ROTATED:
-                mask = None if saving.is_region else copies.get_mask(x)
+                saved = shared.with_more_bits(place, key)
+            if shared.masks and (saved is None or channels) and kind == ROTATED:
+                mask = None if saving.is_region else shared.get_mask(x)
                 channels = channels if mask is None else 0
             # An activation does not know the means and scales of channels while it computes its result.
             if result is not None:
@@ -271,7 +272,7 @@ class Quantizer:
                 how = None, x.dtype, kind, mask, channels, saving.assignment
                 made = quantize_slot(self, x, seed, x.dtype, slot, *how)
         if place is not None:
-            copies.put(x, place, key, made)
+            shared.put(x, place, key, made)
         return made
 
     def _made(self, x, dtype, bits, kind, seed, channels, stride, mask=None, normalize=None):

@@ -23,7 +23,7 @@ class CallGuard:
         """Return function(*args, **kwargs), run as a call of `module`. The outermost call is the forward pass."""
         forward = running.forward
         if forward is not None and forward.context is not self.context:
-            forward = self.context.running()
+            forward = self.context.innermost_forward()
         run = self._outermost if forward is None else self._inner
         return run(forward, module, function, args, kwargs or {})
 

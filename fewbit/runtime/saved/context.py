@@ -118,7 +118,7 @@ class ForwardContext:
         """Return a forward pass without gradients, which has no bits until a layer saves a tensor."""
         return Forward(self, module, running.forward, False, None, None, self._groups, False)
 
-    def running(self) -> Forward | None:
+    def innermost_forward(self) -> Forward | None:
         """Return the model's forward pass that runs in this thread, or None."""
         forward = running.forward
         while forward is not None and forward.context is not self:
@@ -131,7 +131,7 @@ class ForwardContext:
 
     def run_activation(self, path: str, function, *args, **kwargs):
         """Return function(*args, **kwargs), during which the activation at `path` counts as running."""
-        forward = self.running()
+        forward = self.innermost_forward()
         if forward is None:
             return function(*args, **kwargs)
         before, forward.activation = forward.activation, path
@@ -154,7 +154,7 @@ class ForwardContext:
         return self._unusual_saving(x)
 
     def _unusual_saving(self, x) -> Saving:
-        hook, forward = checkpoint_hook(), self.running()
+        hook, forward = checkpoint_hook(), self.innermost_forward()
         region = None if hook is None else region_of(hook)
         if region is not None:
             return self._in_region(region, hook, forward, x)
@@ -264,7 +264,7 @@ class ForwardContext:
 
         The name is the activation module's path, or "path:function" if the module at this path calls the function.
         """
-        forward = self.running()
+        forward = self.innermost_forward()
         if forward is None or forward.assignment is None or forward.assignment.probe is None:
             return None
         name = forward.activation

@@ -20,9 +20,11 @@ from fewbit.runtime.activations.apply import (
     apply_callable,
     check_inplace,
     needs_grad,
+    refuse_dtype,
 )
-from fewbit.runtime.activations.callable_tables import callable_encoding_text
+from fewbit.runtime.activations.callable_tables import callable_encoding_text, name_of
 from fewbit.runtime.activations.tables import check_choice
+from fewbit.runtime.format.tensor_checks import FLOATING
 from fewbit.runtime.interop.random_replay import can_replay
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.table import Table
@@ -384,6 +386,8 @@ def pointwise(
     check_choice(bits, table)
     if not needs_grad(input):
         return function(input)
+    if input.dtype not in FLOATING:
+        refuse_dtype(input, name_of(function))
     if torch.compiler.is_compiling():
         # torch.compile would use one compiled graph for all functions with the same code, even if they enclose
         # different values. The call of id() makes it compile each function on its own, with this function's table.

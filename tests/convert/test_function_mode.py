@@ -52,6 +52,21 @@ def test_functions_in_a_layer_are_replaced_if_they_are_the_users(make, ours, the
     assert ours in names and theirs not in names
 
 
+class Activated(nn.Module):
+    def forward(self, x):
+        return TF.gelu(x * 2)
+
+
+def test_functions_of_a_module_in_evaluation_mode_stay_torchs():
+    """Like its layers, the functions of a part that a user has frozen save what torch saves."""
+    model = nn.Sequential(nn.Linear(8, 8), Activated())
+    fewbit.compress_(model, bits=2, verbose=False)
+    for training in (True, False):
+        model[1].train(training)
+        names = names_of_nodes(model(normal((2, 4, 64))[..., :8]))
+        assert ("GeluBackward0" in names) is not training
+
+
 def test_a_write_through_data_in_a_gated_unit_stops_sharing(monkeypatch):
     model = nn.Sequential(nn.Linear(8, 8), gated_unit())
     fewbit.compress_(model, bits=2, verbose=False)

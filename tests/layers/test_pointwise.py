@@ -275,3 +275,10 @@ def test_a_trace_is_the_same_every_time():
         return [str(node.target) for node in graph.nodes]
 
     assert traced() == traced()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_a_complex_input_is_refused(dtype):
+    x = torch.ones(4, dtype=dtype, requires_grad=True)
+    with pytest.raises(fewbit.InputError, match="expected a float32, .* tensor, got torch.complex"):
+        F.pointwise(x, torch.sin, table=fewbit.load_table("gelu", 3))

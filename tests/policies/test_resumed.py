@@ -84,3 +84,17 @@ def test_resumed_training_is_the_same(config, name):
 def test_also_of_odd_models(config, name):
     """It does not matter which results an activation quantized too, in which forward and for which layer."""
     check(ODD[name], (6, 8), config, (1, 2, 5), 7, **OPTIONS.get(name, {}))
+
+
+def test_a_state_fits_only_controllers_that_bound_alike():
+    models, states, controllers = [], {}, {}
+    for by_channel in (False, True):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+        config = fewbit.ErrorBound(by_channel=by_channel)
+        controllers[by_channel] = fewbit.compress_(model, config, verbose=False)
+        models.append(model)
+        states[by_channel] = controllers[by_channel].state_dict()
+    for by_channel, controller in controllers.items():
+        controller.load_state_dict(states[by_channel])
+        with pytest.raises(fewbit.InputError, match=f"by_channel={by_channel}, got another one"):
+            controller.load_state_dict(states[not by_channel])

@@ -9,7 +9,7 @@ from fewbit.config import GROUP_SIZE, MAX_BITS, MIN_BITS
 from fewbit.errors import InputError
 from fewbit.printable import shorten
 from fewbit.runtime.activations import autograd, recomputed, tables
-from fewbit.runtime.activations.callable_tables import check_result, name_of
+from fewbit.runtime.activations.callable_tables import check_result
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.format.groups import LEAST_FEATURES
@@ -69,7 +69,7 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
     if forward_ad._current_level >= 0:
         refuse_forward_mode(x)
     if x.dtype not in FLOATING:
-        _refuse(x, function)
+        refuse_dtype(x, function)
     if torch._C._is_any_autocast_enabled():
         x = _autocast(x, function)
     if function in MADE_CONTIGUOUS:
@@ -111,7 +111,7 @@ def _apply_unusual(x, function, parameters, bits, table, inplace, quantizer):
     if not needs_grad(x) or not _is_strided(x):
         return torchs_own(x, function, parameters, inplace)
     if x.dtype not in FLOATING:
-        _refuse(x, function)
+        refuse_dtype(x, function)
     x = _autocast(x, function)
     if function in MADE_CONTIGUOUS:
         x = _made_contiguous(x, function)
@@ -161,8 +161,6 @@ def apply_callable(x: torch.Tensor, function, encoding: str):
     """
     if not needs_grad(x) or not _is_strided(x):
         return function(x)
-    if x.dtype not in FLOATING:
-        _refuse(x, name_of(function))
     if not is_plain(x):  # callable_encoding_text has checked the callable
         return _traceable(x, function, encoding)
     with bypass():
@@ -207,7 +205,8 @@ def needs_grad(x) -> bool:
     return False
 
 
-def _refuse(x, function: str) -> None:
+def refuse_dtype(x, function: str) -> None:
+    """Raise InputError, because activations save nothing for a tensor with the dtype of x."""
     raise InputError(
         f"{function}: expected a float32, float64, float16 or bfloat16 tensor, got {x.dtype}"
     )

@@ -116,12 +116,10 @@ class CompiledCall:
                 result = run(*args, **kwargs)
         finally:
             _running.depth -= 1
-        ends = _ends(result)
-        is_as_before = counters["frames"] == frames and _reasons() == reasons
-        if self._checked and is_as_before and all(node.name() == _COMPILED for node in ends):
+        if self._checked and counters["frames"] == frames and _is_of_compiled(result):
             return result  # as most calls, for which the check that follows would take much of the time
         inputs = tensors_in((args, kwargs))
-        nodes, _ = nodes_since(ends, start, {*nodes_of(inputs)})
+        nodes, _ = nodes_since(_ends(result), start, {*nodes_of(inputs)})
         names = frozenset(node.name() for node in nodes)
         if nodes and (names not in self._checked or counters["frames"] != frames):
             self._checked.add(names)
@@ -342,6 +340,12 @@ def _explanation(frames: Mapping, reasons: Mapping) -> tuple[str, str]:
 
 def _failed(frames: Mapping) -> int:
     return frames.get("total", 0) - frames.get("ok", 0)
+
+
+def _is_of_compiled(result) -> bool:
+    """Return whether compiled code has computed all tensors of a result that need gradients."""
+    ends = (result.grad_fn,) if type(result) is torch.Tensor else _ends(result)
+    return all(node is not None and node.name() == _COMPILED for node in ends)
 
 
 def _ends(result) -> list:

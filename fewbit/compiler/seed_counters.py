@@ -6,6 +6,7 @@ is compiled otherwise restarts a counter when the seed of `torch.manual_seed` ha
 
 from __future__ import annotations
 
+import hashlib
 import threading
 
 import torch
@@ -13,7 +14,7 @@ from torch.library import register_fake
 
 from fewbit.runtime import backends
 from fewbit.runtime.ops.library import define
-from fewbit.runtime.saved.seeds import advance_generator, generator_hash
+from fewbit.runtime.saved.seeds import DISTINCT, advance_generator
 
 
 class _Counter:
@@ -51,17 +52,22 @@ class Drawing:
 
     def __enter__(self):
         is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        self._start = None if is_captured or _call.start is not None else generator_hash()
-        if self._start is not None:
-            _call.start = self._start
+        self._state = None if is_captured or _call.start is not None else _state()
+        if self._state is not None:
+            start = int.from_bytes(hashlib.blake2b(self._state, digest_size=8).digest())
+            _call.start = start
             for counter in [*_counters.values()]:
-                counter.restart(self._start)
+                counter.restart(start)
 
     def __exit__(self, *_):
-        if self._start is not None:
+        if self._state is not None:
             _call.start = None
-            if generator_hash() == self._start:
+            if _state() == self._state:
                 advance_generator()  # or the next call would round alike
+
+
+def _state() -> bytes:
+    return torch.default_generator.get_state().numpy()[:DISTINCT].tobytes()
 
 
 def counter_of(device: torch.device) -> _Counter:

@@ -380,6 +380,7 @@ def pointwise(
     Raises:
         FunctionError: A parameter of the callable needs a gradient, the callable returns different results for the same
             input, or the solver cannot make a table for it.
+        InputError: The input is complex and needs a gradient.
     """
     if bits is None:
         return function(input)

@@ -12,7 +12,7 @@ from fewbit.runtime.interop.checkpoint import outside_dispatch_modes
 MASK = 2**64 - 1
 STEP = 0x9E3779B97F4A7C15
 """An odd number: its multiples are all different in 64 bits."""
-_DISTINCT = 64
+DISTINCT = 64
 """The bytes of the CPU generator's state that are hashed: its seed, its position, and the first of its 624 words."""
 
 
@@ -35,7 +35,7 @@ def generator_hash(salt: bytes = b"", ranks: tuple[int, ...] = ()) -> int:
             state = torch.default_generator.get_state().numpy()
     else:
         state = torch.default_generator.get_state().numpy()
-    state = state[:_DISTINCT]
+    state = state[:DISTINCT]
     key = repr(ranks).encode() if ranks else b""
     return int.from_bytes(hashlib.blake2b(state, digest_size=8, salt=salt, key=key).digest())
 

@@ -18,18 +18,24 @@ from fewbit.runtime.saved.seeds import DISTINCT, advance_generator
 
 
 class _Counter:
+    """A counter of seeds on a device: its `value`, the number from which it started, and the seed of torch at that time."""
+
     def __init__(self, device: torch.device):
         with torch.inference_mode(False):  # or later draws could not change it
             self.value = torch.zeros(1, dtype=torch.int64, device=device)
-        self.start = None
+        self.start = self.seed = None
 
     def restart(self, start: int) -> None:
         self.value.fill_((start + 2**63) % 2**64 - 2**63)
-        self.start = start
+        self.start, self.seed = start, torch.initial_seed()
 
     def draw(self, count: int) -> torch.Tensor:
-        start = torch.initial_seed() if _call.start is None else _call.start
-        if start != self.start:  # never while a CUDA graph is captured
+        of_call = _call.start
+        start, known = (
+            (torch.initial_seed(), self.seed) if of_call is None else (of_call, self.start)
+        )
+        # Each replay of a CUDA graph that had captured the restart would round alike.
+        if start != known and not _is_captured():
             self.restart(start)
         return backends.of(self.value).draw_seeds(self.value, count)
 
@@ -51,8 +57,7 @@ class Drawing:
     """
 
     def __enter__(self):
-        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        self._state = None if is_captured or _call.start is not None else _state()
+        self._state = None if _call.start is not None or _is_captured() else _state()
         if self._state is not None:
             start = int.from_bytes(hashlib.blake2b(self._state, digest_size=8).digest())
             _call.start = start
@@ -64,6 +69,10 @@ class Drawing:
             _call.start = None
             if _state() == self._state:
                 advance_generator()  # or the next call would round alike
+
+
+def _is_captured() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _state() -> bytes:

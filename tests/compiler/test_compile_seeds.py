@@ -14,7 +14,8 @@ from fewbit.compiler import compiling
 from fewbit.compiler.graphs import insert
 from fewbit.compiler.joint_graph import JointGraph
 from fewbit.compiler.rewrite import Rewriter
-from fewbit.compiler.seed_counters import draw_seeds_op
+from fewbit.compiler.seed_counters import counter_of, draw_seeds_op
+from fewbit.runtime.backends import reference
 from fewbit.runtime.ops.dense_ops import quantize_dense_op
 
 pytestmark = MARKS
@@ -99,6 +100,36 @@ def test_a_generator_in_an_earlier_state_repeats_steps(repeat, dropout):
     assert all(map(torch.equal, steps(3), first))
     torch.set_rng_state(between)  # as a run that was interrupted goes on
     assert all(map(torch.equal, steps(2), first[1:]))
+
+
+def test_a_captured_graph_goes_on_with_the_counter(monkeypatch):
+    """Each replay of a captured restart would draw the same seeds."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(32, 64)
+    compiled = fewbit.compile(model, 2, backend="aot_eager")
+    compiled(x)
+    counter = counter_of(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    value, state = counter.value.clone(), torch.get_rng_state()
+    drawn = draw_seeds_op(3, device=torch.device("cpu"))
+    assert torch.equal(drawn, reference.draw_seeds(value, 3)) and torch.equal(counter.value, value)
+    compiled(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    later = []
+    for _ in range(8):
+        reference.draw_seeds(value, 1)
+        later.append(int(value))
+    assert int(counter.value) in later
+
+
+def test_draws_outside_of_calls_do_not_repeat_between_them():
+    """A graph of `partition_fn` and a compiled model may take turns."""
+    compiled, x = fewbit.compile(nn.Linear(64, 64), 2, backend="aot_eager"), torch.randn(32, 64)
+    seeds = []
+    for _ in range(3):
+        compiled(x)
+        seeds += draw_seeds_op(2, device=torch.device("cpu")).tolist()
+    assert len({*seeds}) == 6
 
 
 def test_each_device_draws_its_seeds():

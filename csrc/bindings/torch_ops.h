@@ -121,16 +121,16 @@ class Ops {
   }
 
   // quantize_dense(Tensor x, Tensor seed, int bits, int group_size, int kind) -> (Tensor, Tensor)
-  static void quantize_dense(Value* stack, uint64_t count, uint64_t) {
-    Arguments arguments(stack, count, "ttnnn");
+  static void quantize_dense(Value* stack, uint64_t inputs, uint64_t) {
+    Arguments arguments(stack, inputs, "ttnnn");
     const Device* const device = device_;
     if (!device || !is_usual(stack[0])) return arguments.pass_to("fewbit::quantize_dense_in_python");
     quantize(*device, stack, arguments, arguments.int_at(4, "kind"), {});
   }
 
   // quantize_by_channels(Tensor x, Tensor seed, int bits, int group_size, SymInt count) -> (Tensor, Tensor, Tensor)
-  static void quantize_by_channels(Value* stack, uint64_t count, uint64_t) {
-    Arguments arguments(stack, count, "ttnnn");
+  static void quantize_by_channels(Value* stack, uint64_t inputs, uint64_t) {
+    Arguments arguments(stack, inputs, "ttnnn");
     const Device* const device = device_;
     const Borrowed x(stack[0]);
     const Buffer from = x->buffer();
@@ -143,8 +143,8 @@ class Ops {
 
   // dequantize_dense(Tensor packed, Tensor ranges, int bits, int group_size, SymInt samples, SymInt features, ScalarType dtype,
   //                  int kind) -> Tensor
-  static void dequantize_dense(Value* stack, uint64_t count, uint64_t) {
-    Arguments arguments(stack, count, "ttnnnnnn");
+  static void dequantize_dense(Value* stack, uint64_t inputs, uint64_t) {
+    Arguments arguments(stack, inputs, "ttnnnnnn");
     const Device* const device = device_;
     if (!device || !is_usual_copy(stack)) return arguments.pass_to("fewbit::dequantize_dense_in_python");
     dequantize(*device, stack, arguments, arguments.int_at(7, "kind"), {});
@@ -152,8 +152,8 @@ class Ops {
 
   // dequantize_by_channels(Tensor packed, Tensor ranges, int bits, int group_size, SymInt samples, SymInt features,
   //                        ScalarType dtype, Tensor statistics) -> Tensor
-  static void dequantize_by_channels(Value* stack, uint64_t count, uint64_t) {
-    Arguments arguments(stack, count, "ttnnnnnt");
+  static void dequantize_by_channels(Value* stack, uint64_t inputs, uint64_t) {
+    Arguments arguments(stack, inputs, "ttnnnnnt");
     const Borrowed statistics(stack[7]);
     const Device* const device = device_;
     if (!device || !is_usual_copy(stack) || !statistics->is_contiguous()) {
@@ -197,8 +197,8 @@ class Ops {
   }
 
   // pack(Tensor codes, int bits) -> Tensor
-  static void pack(Value* stack, uint64_t count, uint64_t) {
-    Arguments arguments(stack, count, "tn");
+  static void pack(Value* stack, uint64_t inputs, uint64_t) {
+    Arguments arguments(stack, inputs, "tn");
     const Borrowed codes(stack[0]);
     const Device* const device = device_;
     if (!device || !codes->is_contiguous()) return arguments.pass_to("fewbit::pack_in_python");
@@ -211,8 +211,8 @@ class Ops {
   }
 
   // unpack(Tensor packed, int bits, SymInt n) -> Tensor
-  static void unpack(Value* stack, uint64_t count, uint64_t) {
-    Arguments arguments(stack, count, "tnn");
+  static void unpack(Value* stack, uint64_t inputs, uint64_t) {
+    Arguments arguments(stack, inputs, "tnn");
     const Borrowed packed(stack[0]);
     const Device* const device = device_;
     if (!device || !packed->is_contiguous()) return arguments.pass_to("fewbit::unpack_in_python");
@@ -222,8 +222,8 @@ class Ops {
   }
 
   // pack_mask(Tensor mask) -> Tensor. The mask is boolean, or a floating number that is not negative.
-  static void pack_mask(Value* stack, uint64_t count, uint64_t) {
-    Arguments arguments(stack, count, "t");
+  static void pack_mask(Value* stack, uint64_t inputs, uint64_t) {
+    Arguments arguments(stack, inputs, "t");
     const Borrowed mask(stack[0]);
     const bool is_boolean = mask->dtype() == shim()->boolean;
     const Device* const device = device_;
@@ -240,8 +240,8 @@ class Ops {
   }
 
   // unpack_mask(Tensor packed, SymInt n, *, ScalarType dtype) -> Tensor
-  static void unpack_mask(Value* stack, uint64_t count, uint64_t) {
-    Arguments arguments(stack, count, "tnn");
+  static void unpack_mask(Value* stack, uint64_t inputs, uint64_t) {
+    Arguments arguments(stack, inputs, "tnn");
     const Borrowed packed(stack[0]);
     const auto dtype = static_cast<int32_t>(stack[2]);
     const bool is_boolean = dtype == shim()->boolean;

@@ -22,7 +22,7 @@ from torch.utils import _python_dispatch
 
 from fewbit.analysis.recorder import is_fewbit_node
 from fewbit.compiler.partitioner import Partitioner
-from fewbit.compiler.seed_counters import Drawing
+from fewbit.compiler.seed_counters import Drawing, takes_part
 from fewbit.errors import CompileWarning
 from fewbit.render.formats import amount
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
@@ -95,6 +95,8 @@ class CompiledCall:
         self._others = [path for path, part in model.named_modules() if path and _is_of_torch(part)]
         self._call, self._compiled = plain, compiled
         self._checked = set()  # sets of the names of all autograd nodes of calls that were checked
+        self._known = set()  # the numbers of autograd nodes that these calls have made
+        self._counters = set()  # of the seeds that calls draw
         self._told = set()  # reasons that a warning has named
 
     def __call__(self, *args, **kwargs):
@@ -107,17 +109,23 @@ class CompiledCall:
     def _run(self, *args, **kwargs):
         outside = _outside()
         run = self._compiled if outside is None else self._call
+        drawing = nullcontext()
+        if self._compresses and outside is None and takes_part(self._model):
+            drawing = Drawing(self._counters)
         if not (self._compresses and torch.is_grad_enabled()):
-            return run(*args, **kwargs)
+            with drawing:
+                return run(*args, **kwargs)
         frames, reasons, start = dict(counters["frames"]), _reasons(), next_sequence_number()
         _running.depth += 1
         try:
-            with Drawing() if outside is None else nullcontext():
+            with drawing:
                 result = run(*args, **kwargs)
         finally:
             _running.depth -= 1
-        if self._checked and counters["frames"] == frames and _is_of_compiled(result):
+        made = next_sequence_number() - start
+        if made in self._known and counters["frames"] == frames and _is_of_compiled(result):
             return result  # as most calls, for which the check that follows would take much of the time
+        self._known.add(made)
         inputs = tensors_in((args, kwargs))
         nodes, _ = nodes_since(_ends(result), start, {*nodes_of(inputs)})
         names = frozenset(node.name() for node in nodes)
@@ -343,7 +351,7 @@ def _failed(frames: Mapping) -> int:
 
 
 def _is_of_compiled(result) -> bool:
-    """Return whether compiled code has computed all tensors of a result that need gradients."""
+    """Return whether compiled code has computed a result: a tensor with a gradient, or all such tensors in it."""
     ends = (result.grad_fn,) if type(result) is torch.Tensor else _ends(result)
     return all(node is not None and node.name() == _COMPILED for node in ends)
 

@@ -88,7 +88,9 @@ class CompileReport(Result):
         rows = sorted(groups.items(), key=lambda group: -saved_bytes_of(group[1]))
         title = f"{amount(saved)} saved for backward, in place of {amount(exact)}"
         if self.graphs > 1:
-            title += f", the sum of {self.graphs} graphs, of parts of the model or of inputs of other sizes"
+            title += (
+                f", summed over {self.graphs} graphs (parts of the model, or other input sizes)"
+            )
         return View(title, columns, rows)
 
 

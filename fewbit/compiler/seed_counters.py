@@ -10,11 +10,13 @@ import hashlib
 import threading
 
 import torch
+from torch import nn
 from torch.library import register_fake
 
 from fewbit.runtime import backends
+from fewbit.runtime.interop.checkpoint import checkpoint_hook, in_backward, reentrant_region
 from fewbit.runtime.ops.library import define
-from fewbit.runtime.saved.seeds import DISTINCT, advance_generator
+from fewbit.runtime.saved.seeds import DISTINCT, advance_generator, mixed
 
 
 class _Counter:
@@ -30,20 +32,27 @@ class _Counter:
         self.start, self.seed = start, torch.initial_seed()
 
     def draw(self, count: int) -> torch.Tensor:
-        of_call = _call.start
-        start, known = (
-            (torch.initial_seed(), self.seed) if of_call is None else (of_call, self.start)
-        )
-        # Each replay of a CUDA graph that had captured the restart would round alike.
-        if start != known and not _is_captured():
+        start = _call.start
+        if start is None:
+            start = torch.initial_seed()
+            is_new = start != self.seed
+        else:
+            is_new = start != self.start
+            if is_new and self in _call.counters:
+                # Another thread has restarted the counter within this call, which must not draw its first seeds again.
+                start = _call.start = mixed(start, 0, 1) + 2**63
+            _call.counters.add(self)
+        # A restart captured in a CUDA graph would run in each replay, so all replays would round alike.
+        if is_new and not _is_captured():
             self.restart(start)
         return backends.of(self.value).draw_seeds(self.value, count)
 
 
 class _Call(threading.local):
-    """The call of a compiled model that runs in a thread: the number from which its counters start, or None."""
+    """The call of a compiled model that runs in a thread: the number from which its counters start, or None, and the counters."""
 
     start: int | None = None
+    counters: set[_Counter]
 
 
 _call = _Call()
@@ -53,22 +62,40 @@ _counters: dict[torch.device, _Counter] = {}
 class Drawing:
     """A context manager for a call of a compiled model, in which seeds follow from torch's CPU generator as it is when the call begins.
 
-    Calls within the call, and calls that a CUDA graph captures, go on with the seeds around them.
+    A call within another call, or one that a CUDA graph captures, does not restart the counters: it draws the next seeds.
+
+    Args:
+        counters: the counters that earlier calls of the model have used; those of this call are added.
     """
 
+    def __init__(self, counters: set[_Counter]):
+        self._counters = counters
+        self._state = None
+
     def __enter__(self):
-        self._state = None if _call.start is not None or _is_captured() else _state()
-        if self._state is not None:
-            start = int.from_bytes(hashlib.blake2b(self._state, digest_size=8).digest())
-            _call.start = start
-            for counter in [*_counters.values()]:
-                counter.restart(start)
+        if _call.start is not None or _is_captured():
+            return
+        state = _state()
+        start = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest())
+        for counter in self._counters:  # a CUDA graph that is replayed draws without Python
+            counter.restart(start)
+        self._state, _call.counters, _call.start = state, self._counters, start
 
     def __exit__(self, *_):
         if self._state is not None:
             _call.start = None
             if _state() == self._state:
                 advance_generator()  # or the next call would round alike
+
+
+def takes_part(model: nn.Module) -> bool:
+    """Return whether a call of the model now is a `Drawing`: with gradients, or as the first run of a region that runs again with them.
+
+    Both runs of a checkpointed region must be, because they must advance the generator alike, from which dropout may draw.
+    """
+    if in_backward():
+        return checkpoint_hook() is not None or reentrant_region() is not None
+    return torch.is_grad_enabled() or (model.training and reentrant_region() is not None)
 
 
 def _is_captured() -> bool:

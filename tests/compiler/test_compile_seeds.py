@@ -1,6 +1,7 @@
 """The seeds of compiled graphs, and dropout."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -8,13 +9,15 @@ from compiled_models import EXACT, MARKS
 from layers import relative
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fewbit
-from fewbit.compiler import compiling
+from fewbit.compiler import compiling, seed_counters
 from fewbit.compiler.graphs import insert
 from fewbit.compiler.joint_graph import JointGraph
 from fewbit.compiler.rewrite import Rewriter
-from fewbit.compiler.seed_counters import counter_of, draw_seeds_op
+from fewbit.compiler.seed_counters import Drawing, counter_of, draw_seeds_op
 from fewbit.runtime.backends import reference
 from fewbit.runtime.ops.dense_ops import quantize_dense_op
 
@@ -100,6 +103,62 @@ def test_a_generator_in_an_earlier_state_repeats_steps(repeat, dropout):
     assert all(map(torch.equal, steps(3), first))
     torch.set_rng_state(between)  # as a run that was interrupted goes on
     assert all(map(torch.equal, steps(2), first[1:]))
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
+def test_both_runs_of_a_region_draw_alike(use_reentrant, monkeypatch):
+    """Dropout after compiled blocks has one mask, all blocks and steps round differently, and both runs of one alike."""
+    drawn, draw = [], seed_counters._Counter.draw
+    monkeypatch.setattr(
+        seed_counters._Counter,
+        "draw",
+        lambda self, count: (drawn.append(draw(self, count)), drawn[-1])[1],
+    )
+    blocks, weight = nn.Sequential(Residual(), Residual()), torch.randn(32, 64)
+    fewbit.compile_blocks_(blocks, 8, backend="aot_eager")
+    dropout, seeds = nn.Dropout(0.5), []
+    for _ in range(3):
+        drawn.clear()
+        x = torch.randn(32, 64, requires_grad=True)
+        y = checkpoint(lambda x: dropout(blocks(x)), x, use_reentrant=use_reentrant)
+        (y * weight).sum().backward()
+        exact = x.detach().requires_grad_()
+        h = exact
+        for block in blocks:
+            h = h + torch.tanh(F.linear(h, block.linear.weight, block.linear.bias))
+        (h * (y != 0) * 2 * weight).sum().backward()
+        assert 0 < relative(x.grad, exact.grad) < 0.02
+        own = [int(seed) for tensor in drawn for seed in tensor]
+        assert len(own) == len({*own}) * (1 if use_reentrant else 2)
+        seeds += {*own}
+    assert len({*seeds}) == len(seeds)
+
+
+def test_threads_within_one_call_draw_no_seed_twice():
+    """Calls of two threads share the counter of a device."""
+    device, drawn = torch.device("cpu"), []
+    with Drawing(set()):
+        drawn += draw_seeds_op(2, device=device).tolist()
+        thread = threading.Thread(target=lambda: call_in_thread(drawn, device))
+        thread.start()
+        thread.join()
+        drawn += draw_seeds_op(2, device=device).tolist()
+    assert len(drawn) == 6 and len({*drawn[:2], *drawn[4:]}) == 4
+
+
+def call_in_thread(drawn, device):
+    torch.manual_seed(99)
+    with Drawing(set()):
+        drawn += draw_seeds_op(2, device=device).tolist()
 
 
 def test_a_captured_graph_goes_on_with_the_counter(monkeypatch):

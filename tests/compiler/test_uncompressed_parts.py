@@ -306,6 +306,32 @@ SLOW += ["threads", "dispatch mode in another thread"]
 """The names of those that compile twice."""
 
 
+def test_a_part_that_saves_tensors_only_in_later_calls_warns_too():
+    """Nothing is compiled in that call, and compiled code makes its result."""
+    saves = [False]
+
+    @torch.compiler.disable
+    def between(x):
+        return torch.tanh(x).sin() if saves[0] else x
+
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.last(between(self.first(x))).relu()
+
+    compiled, x = fewbit.compile(Broken(), 2, backend="aot_eager"), torch.randn(64, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fewbit.CompileWarning)
+        for _ in range(2):
+            compiled(x)
+    saves[0] = True
+    with pytest.warns(fewbit.CompileWarning, match="exact tensors are saved"):
+        compiled(x)
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in COMPRESSED],

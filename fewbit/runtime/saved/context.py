@@ -84,9 +84,8 @@ class ForwardContext:
     def begin(self, module, inputs) -> Forward:
         """Return a forward pass that begins now, in a recomputation with the bits and seeds of the first run."""
         outer = running.forward
-        if (
-            torch._C._current_graph_task_id() != -1
-        ):  # `in_backward`, without a call, which takes time in each forward
+        # This is `in_backward`, without a call, which takes time in each forward.
+        if torch._C._current_graph_task_id() != -1:
             found = self._recorded() or self._unknown(inputs)
             forward = Forward(
                 self,

@@ -109,10 +109,11 @@ class CompiledCall:
     def _run(self, *args, **kwargs):
         outside = _outside()
         run = self._compiled if outside is None else self._call
-        drawing = nullcontext()
-        if self._compresses and outside is None and takes_part(self._model):
-            drawing = Drawing(self._counters)
-        if not (self._compresses and torch.is_grad_enabled()):
+        if not self._compresses:
+            return run(*args, **kwargs)
+        draws = outside is None and takes_part(self._model)
+        drawing = Drawing(self._counters) if draws else nullcontext()
+        if not torch.is_grad_enabled():
             with drawing:
                 return run(*args, **kwargs)
         frames, reasons, start = dict(counters["frames"]), _reasons(), next_sequence_number()

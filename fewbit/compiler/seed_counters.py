@@ -15,6 +15,7 @@ from torch.library import register_fake
 
 from fewbit.runtime import backends
 from fewbit.runtime.interop.checkpoint import checkpoint_hook, in_backward, reentrant_region
+from fewbit.runtime.interop.cuda_streams import is_capturing
 from fewbit.runtime.ops.library import define
 from fewbit.runtime.saved.seeds import DISTINCT, advance_generator, mixed
 
@@ -43,7 +44,7 @@ class _Counter:
                 start = _call.start = mixed(start, 0, 1) + 2**63
             _call.counters.add(self)
         # A restart captured in a CUDA graph would run in each replay, so all replays would round alike.
-        if is_new and not _is_captured():
+        if is_new and not is_capturing():
             self.restart(start)
         return backends.of(self.value).draw_seeds(self.value, count)
 
@@ -73,7 +74,7 @@ class Drawing:
         self._state = None
 
     def __enter__(self):
-        if _call.start is not None or _is_captured():
+        if _call.start is not None or is_capturing():
             return
         state = _state()
         start = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest())
@@ -96,10 +97,6 @@ def takes_part(model: nn.Module) -> bool:
     if in_backward():
         return checkpoint_hook() is not None or reentrant_region() is not None
     return torch.is_grad_enabled() or (model.training and reentrant_region() is not None)
-
-
-def _is_captured() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _state() -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import distributed
 
 from fewbit.runtime.parallel.process_groups import is_distributed_run, process_groups
@@ -36,8 +35,3 @@ def gather(value, groups) -> list:
         distributed.all_gather_object(parts, values, group=group)
         values = [value for part in parts for value in part]
     return values
-
-
-def is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from fewbit.errors import InputError
-from fewbit.policies.exchange import gather, groups_of, is_capturing, lag_of
+from fewbit.policies.exchange import gather, groups_of, lag_of
 from fewbit.policies.records import Record, check_layer, plain, read, read_fields, wrong
 from fewbit.policies.schedule import PATIENCE, Schedule
 from fewbit.policies.unobserved import Unobserved
 from fewbit.printable import shorten
+from fewbit.runtime.interop.cuda_streams import is_capturing
 from fewbit.runtime.interop.module_calls import PATH
 from fewbit.runtime.saved.assignment import BitAssignment
 from fewbit.runtime.saved.bit_policy import SAMPLES, BitPolicy, wrong_state

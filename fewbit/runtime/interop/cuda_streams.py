@@ -1,4 +1,4 @@
-"""CUDA streams: the current one, memory that several streams use, and copies to the host."""
+"""CUDA streams: the current one and its capture, memory that several streams use, and copies to the host."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ def stream_of(x: torch.Tensor) -> int:
     """Return a number that identifies the current stream of x's device, 0 without CUDA."""
     # torch.cuda.current_stream would make an object each time, which takes longer.
     return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
+
+
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def hold_for_stream(tensors: Iterable[torch.Tensor]) -> None:

@@ -35,7 +35,7 @@ from fewbit.convert.function_mode import FunctionMode
 from fewbit.demo import text, training
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.saved.context import measuring
-from fewbit.runtime.saved.single_backward import SavingFunction
+from fewbit.runtime.saved.saving_function import SavingFunction
 
 WHOLE, ALL = (1, 2, 3, 4), (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4)
 LEVELS = {"L2": WHOLE, "L2.5": ALL, "L3": ALL}

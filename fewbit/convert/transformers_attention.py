@@ -15,7 +15,8 @@ from functools import cache
 from torch import Tensor, nn
 
 from fewbit.functional.attention.attention import How, attention
-from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
+from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.saved.saving_function import is_differentiated
 
 __all__ = ["install", "remove"]
 

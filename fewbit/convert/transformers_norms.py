@@ -20,8 +20,7 @@ from fewbit.runtime.quantizers.normalized import (
     save_copies,
     share_result,
 )
-from fewbit.runtime.quantizers.quantizer import is_differentiated
-from fewbit.runtime.saved.single_backward import SavingFunction
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
 
 
 class Form(NamedTuple):

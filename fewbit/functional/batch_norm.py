@@ -32,8 +32,8 @@ from fewbit.runtime.quantizers.normalized import (
     input_gradient,
     save_copies,
 )
-from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
-from fewbit.runtime.saved.single_backward import SavingFunction
+from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
 
 __all__ = ["batch_norm", "instance_norm"]
 

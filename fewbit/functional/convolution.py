@@ -14,12 +14,8 @@ from fewbit.runtime.interop.autocast import with_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.probes import gradient_errors
 from fewbit.runtime.quantizers import copies
-from fewbit.runtime.quantizers.quantizer import (
-    Quantizer,
-    is_differentiated,
-    quantizer_of,
-)
-from fewbit.runtime.saved.single_backward import SavingFunction
+from fewbit.runtime.quantizers.quantizer import Quantizer, quantizer_of
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
 
 __all__ = [
     "conv1d",
@@ -213,7 +209,7 @@ class _Convolution(SavingFunction):
         ctx.size = tuple(x.shape)
         ctx.has_bias = bias is not None
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        saved = quantizer.quantize_or_reuse(x, (1 - x.ndim,), needs_x) if needs_weight else None
+        saved = quantizer.quantize_input(x, (1 - x.ndim,), needs_x) if needs_weight else None
         # The weight's gradient needs the weight too, for its shape.
         return copies.keep(ctx, y, weight=weight, x=saved)
 

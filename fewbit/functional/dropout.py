@@ -22,10 +22,9 @@ from fewbit.runtime.interop.original_functions import functional as torch_functi
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_plain
 from fewbit.runtime.ops import activation_ops, dense_ops
 from fewbit.runtime.quantizers import computed
-from fewbit.runtime.quantizers.quantizer import is_differentiated
 from fewbit.runtime.saved import offload
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
 from fewbit.runtime.saved.sharing import place_of
-from fewbit.runtime.saved.single_backward import SavingFunction
 
 __all__ = [
     "alpha_dropout",

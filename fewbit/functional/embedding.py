@@ -7,8 +7,7 @@ from torch import Tensor
 
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers import copies, integers
-from fewbit.runtime.quantizers.quantizer import is_differentiated
-from fewbit.runtime.saved.single_backward import SavingFunction
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
 
 __all__ = ["embedding"]
 

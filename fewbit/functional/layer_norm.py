@@ -37,12 +37,8 @@ from fewbit.runtime.quantizers.normalized import (
     save_copies,
     share_result,
 )
-from fewbit.runtime.quantizers.quantizer import (
-    Quantizer,
-    is_differentiated,
-    quantizer_of,
-)
-from fewbit.runtime.saved.single_backward import SavingFunction
+from fewbit.runtime.quantizers.quantizer import Quantizer, quantizer_of
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
 
 __all__ = ["group_norm", "layer_norm", "rms_norm"]
 

@@ -15,12 +15,8 @@ from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, check_tensors, ov
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.probes import gradient_errors
 from fewbit.runtime.quantizers import computed, copies
-from fewbit.runtime.quantizers.quantizer import (
-    Quantizer,
-    is_differentiated,
-    quantizer_of,
-)
-from fewbit.runtime.saved.single_backward import SavingFunction
+from fewbit.runtime.quantizers.quantizer import Quantizer, quantizer_of
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
 
 __all__ = ["bilinear", "linear"]
 
@@ -111,7 +107,7 @@ class _Linear(SavingFunction):
     def forward(ctx, x, weight, bias, quantizer):
         y = layout.unviewed(with_torch_casts(torch_functional.linear, x, weight, bias))
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        saved = quantizer.quantize_or_reuse(x, (-1,), needs_x) if needs_weight else None
+        saved = quantizer.quantize_input(x, (-1,), needs_x) if needs_weight else None
         y = copies.keep(ctx, y, weight=weight if needs_x else None, x=saved)
         if quantizer.recomputes_linear:
             saved = saved or computed.copy_of(quantizer, x)  # which another layer may have made

@@ -16,8 +16,7 @@ from fewbit.runtime.format.windows import Windows
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.quantizers import copies, integers
-from fewbit.runtime.quantizers.quantizer import is_differentiated
-from fewbit.runtime.saved.single_backward import SavingFunction
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
 
 __all__ = [
     "adaptive_avg_pool1d",

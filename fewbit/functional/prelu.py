@@ -12,13 +12,9 @@ from fewbit.runtime.interop.original_functions import functional as torch_functi
 from fewbit.runtime.interop.random_replay import replayed, state_of
 from fewbit.runtime.probes import gradient_errors
 from fewbit.runtime.quantizers import copies, integers
-from fewbit.runtime.quantizers.quantizer import (
-    Quantizer,
-    is_differentiated,
-    quantizer_of,
-)
+from fewbit.runtime.quantizers.quantizer import Quantizer, quantizer_of
 from fewbit.runtime.quantizers.spec import PermutedSpec, QuantizedTensorSpec
-from fewbit.runtime.saved.single_backward import SavingFunction, refuse_batches
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated, refuse_batches
 
 __all__ = ["prelu"]
 

@@ -22,13 +22,9 @@ from fewbit.runtime.interop.original_functions import functional as torch_functi
 from fewbit.runtime.interop.tensor_kinds import check_tensors
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import computed, copies
-from fewbit.runtime.quantizers.quantizer import (
-    Quantizer,
-    is_differentiated,
-    quantizer_of,
-)
+from fewbit.runtime.quantizers.quantizer import Quantizer, quantizer_of
 from fewbit.runtime.quantizers.softmax_copies import quantize_factor
-from fewbit.runtime.saved.single_backward import SavingFunction
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
 
 __all__ = ["geglu", "glu", "matmul", "mul", "reglu", "swiglu"]
 

@@ -13,9 +13,8 @@ from fewbit.runtime.format import layout
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_eager
 from fewbit.runtime.quantizers import computed
-from fewbit.runtime.quantizers.quantizer import is_differentiated
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
 from fewbit.runtime.saved.sharing import place_of
-from fewbit.runtime.saved.single_backward import SavingFunction
 
 __all__ = ["interpolate", "pad"]
 

@@ -8,13 +8,9 @@ from torch import Tensor
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE, UNIFORM
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers import copies
-from fewbit.runtime.quantizers.quantizer import (
-    Quantizer,
-    is_differentiated,
-    quantizer_of,
-)
+from fewbit.runtime.quantizers.quantizer import Quantizer, quantizer_of
 from fewbit.runtime.quantizers.softmax_copies import quantize_softmax
-from fewbit.runtime.saved.single_backward import SavingFunction
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
 
 __all__ = ["log_softmax", "softmax"]
 

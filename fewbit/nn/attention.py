@@ -10,7 +10,8 @@ from torch.nn import functional as torch_functional
 from fewbit import functional as F
 from fewbit.functional.attention.attention import How, attention
 from fewbit.nn.base import Quantized
-from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
+from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.saved.saving_function import is_differentiated
 
 __all__ = ["MultiheadAttention"]
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit.runtime.quantizers import copies
 from fewbit.runtime.saved.bit_policy import BitPolicy
-from fewbit.runtime.saved.single_backward import SavingFunction
+from fewbit.runtime.saved.saving_function import SavingFunction
 
 
 class Fixed(BitPolicy):

@@ -179,7 +179,7 @@ def save_exactly(monkeypatch):
     def normalized(self, x, statistics, features=None):
         return save(self, statistics.normalized(x), torch.float32)
 
-    monkeypatch.setattr(Quantizer, "_made", save)
+    monkeypatch.setattr(Quantizer, "_by_kernel", save)
     monkeypatch.setattr(Quantizer, "quantize_normalized", normalized)
 
 

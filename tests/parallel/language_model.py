@@ -203,7 +203,7 @@ def exact_copies():
         return SavedTensors((values,), spec)
 
     with (
-        patch.object(Quantizer, "_made", made),
+        patch.object(Quantizer, "_by_kernel", made),
         patch.object(Quantizer, "quantize_with_activation", lambda self, *arguments: None),
         patch.object(checkpointing, "_save", lambda x, *arguments: unquantized(x.detach())),
     ):

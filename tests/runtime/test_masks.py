@@ -500,7 +500,7 @@ def test_the_variance_that_probes_expect(bits):
     quantizer = Quantizer(bits)
     mask = activation_ops.encode(x, STEP, None)
     how = x.dtype, bits, "masked"
-    saved = [quantizer._made(x, *how, seed, 0, None, mask) for seed in range(200)]
+    saved = [quantizer._by_kernel(x, *how, seed, 0, None, mask) for seed in range(200)]
     values = torch.stack([copy.spec.dequantize(copy.tensors) for copy in saved])
     record = QuantizationRecord(x, saved[0].tensors, saved[0].spec, 256, None)
     found = (values - x).square().mean((0, 2))

@@ -26,12 +26,8 @@ from fewbit.runtime.ops.library import define
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.parallel.context_parallel import exchanging_attention
 from fewbit.runtime.quantizers import computed, copies
-from fewbit.runtime.quantizers.quantizer import (
-    Quantizer,
-    is_differentiated,
-    quantizer_of,
-)
-from fewbit.runtime.saved.single_backward import SavingFunction, refuse_batches
+from fewbit.runtime.quantizers.quantizer import Quantizer, quantizer_of
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated, refuse_batches
 
 __all__ = ["scaled_dot_product_attention"]
 

@@ -17,9 +17,9 @@ from fewbit.runtime.interop.original_functions import functional as torch_functi
 from fewbit.runtime.interop.tensor_kinds import is_batched
 from fewbit.runtime.parallel.shards import is_distributed
 from fewbit.runtime.quantizers import copies
-from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
+from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.quantizers.softmax_copies import quantize_factor
-from fewbit.runtime.saved.single_backward import SavingFunction
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
 
 _grouped_mm = torch_functional.grouped_mm
 

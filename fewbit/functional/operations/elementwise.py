@@ -17,8 +17,8 @@ from fewbit.runtime.interop.checkpoint import in_checkpoint
 from fewbit.runtime.interop.clamp import is_inside
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.quantizers import copies, integers
-from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
-from fewbit.runtime.saved.single_backward import SavingFunction
+from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
 
 
 def square(input: Tensor, *, quantizer: Quantizer) -> Tensor:

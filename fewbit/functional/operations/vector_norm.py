@@ -9,8 +9,8 @@ from fewbit.functional.products import is_in_memory
 from fewbit.runtime.interop import clamp
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.quantizers import copies
-from fewbit.runtime.quantizers.quantizer import Quantizer, is_differentiated
-from fewbit.runtime.saved.single_backward import SavingFunction
+from fewbit.runtime.quantizers.quantizer import Quantizer
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
 
 
 def vector_norm(

@@ -21,8 +21,8 @@ from fewbit.runtime.ops.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLA
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import computed, fixed_point_copies
 from fewbit.runtime.quantizers.quantizer import Quantizer, quantizer_of
+from fewbit.runtime.saved.saving_function import refuse_forward_mode
 from fewbit.runtime.saved.sharing import place_of
-from fewbit.runtime.saved.single_backward import refuse_forward_mode
 
 _creation_meta = torch._C._autograd._get_creation_meta
 _ANY_VIEW = torch._C._autograd.CreationMeta.DEFAULT

@@ -18,8 +18,8 @@ from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 from fewbit.runtime.quantizers import computed, copies
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.context import current
+from fewbit.runtime.saved.saving_function import Once, graph_anchors
 from fewbit.runtime.saved.sharing import place_of
-from fewbit.runtime.saved.single_backward import Once, graph_anchors
 
 
 class Activation(Function):

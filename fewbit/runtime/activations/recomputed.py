@@ -19,7 +19,7 @@ from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.ops.torch_functions import FORWARD, IN_PLACE
 from fewbit.runtime.quantizers import computed, copies
-from fewbit.runtime.saved.single_backward import SavingFunction
+from fewbit.runtime.saved.saving_function import SavingFunction
 
 TWO_VALUED = frozenset(
     "relu relu6 leaky_relu threshold hardtanh hardsigmoid hardshrink softshrink rrelu identity".split()

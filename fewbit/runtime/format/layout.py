@@ -133,6 +133,13 @@ def _lies_inside(stride, shape, a: int, b: int) -> bool:
     return stride[a] < stride[b]
 
 
+def moved(dims: tuple[int, ...] | None, order: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the numbers, from -1 downwards, that dimensions with such numbers have after `permute(order)`; None for None."""
+    return (
+        None if dims is None else tuple(order.index(dim % len(order)) - len(order) for dim in dims)
+    )
+
+
 def place_in_storage(shape, stride) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
     """Return (`storage_permutation`, strides of the tensor or of its contiguous copy)."""
     if not are_dense(shape, stride):

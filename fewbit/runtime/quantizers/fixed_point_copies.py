@@ -20,8 +20,8 @@ from fewbit.runtime.ops import fixed_point
 from fewbit.runtime.quantizers.spec import SavedTensors, flat, unsharded
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.forward import running
+from fewbit.runtime.saved.saving_function import SavingFunction
 from fewbit.runtime.saved.sharing import FIXED_POINT, place_of
-from fewbit.runtime.saved.single_backward import SavingFunction
 
 SIGNED = ("relu", "leaky_relu")
 """The activations whose gradients need only the signs of their inputs."""

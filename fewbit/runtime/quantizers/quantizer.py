@@ -7,7 +7,6 @@ from copy import copy
 from functools import lru_cache
 
 import torch
-from torch.autograd import forward_ad
 
 from fewbit.config import (
     DEFAULT_BITS,
@@ -29,17 +28,14 @@ from fewbit.runtime.format.channels import Normalization, Statistics, channels_o
 from fewbit.runtime.interop.checkpoint import top_hooks
 from fewbit.runtime.interop.compiler_tracing import notify_traced
 from fewbit.runtime.interop.tensor_kinds import (
-    PLAIN_CLASSES,
-    check_tensors,
     is_abstract,
     is_eager,
     is_plain,
-    overrides_functions,
-    transforms_active,
 )
 from fewbit.runtime.ops import library, quantizer_ops
-from fewbit.runtime.parallel.shards import has_arrived, is_distributed
-from fewbit.runtime.quantizers import computed, copies
+from fewbit.runtime.parallel.shards import has_arrived
+from fewbit.runtime.quantizers import computed
+from fewbit.runtime.quantizers.copies import with_channels
 from fewbit.runtime.quantizers.fixed_point_copies import fixed_point_of
 from fewbit.runtime.quantizers.policy_copies import quantize_slot
 from fewbit.runtime.quantizers.spec import (
@@ -56,7 +52,6 @@ from fewbit.runtime.saved.context import ForwardContext
 from fewbit.runtime.saved.forward import running
 from fewbit.runtime.saved.seeds import purpose
 from fewbit.runtime.saved.sharing import place_of
-from fewbit.runtime.saved.single_backward import refuse_forward_mode
 
 EXTRA_BITS_OF_MODEL_INPUTS = 1
 
@@ -131,7 +126,7 @@ class Quantizer:
             return self.kind
         return usual_kind(usual, self.group_size)
 
-    def quantize_or_reuse(
+    def quantize_input(
         self,
         x: torch.Tensor,
         features: tuple[int, ...] | None = None,
@@ -198,22 +193,75 @@ class Quantizer:
                 return saved
         if context is None or not (is_usual or is_abstract(x)):
             return self._quantize_alone(x, is_usual, slot, kind, features, extra_bits)
+
         # Every layer of a model runs the code that follows, so it calls few functions.
-        forward = running.forward
+        saving = running.forward
         # Hooks may be those of a checkpointed region, which has bits, seeds and copies of its own.
-        if forward is None or forward.context is not context or top_hooks(False) is not None:
-            forward = context.saving(x)
-        stride, order, by_sample = None, None, True
+        if saving is None or saving.context is not context or top_hooks(False) is not None:
+            saving = context.saving(x)
+        stride = None
         # Sizes of fake tensors may be symbolic, which have no hash.
-        place, channels_in = (_place, _channels) if is_usual else (_place_of, _channels_in)
+        order_of, channels_in = (_order, _channels) if is_usual else (_order_of, _channels_in)
         if not x.is_contiguous():
-            stride = x.stride()
-            order, by_sample = place(x.shape, stride)
+            order, stride = order_of(x.shape, x.stride())
+            if order is not None:
+                features = layout.moved(features, order)
+                how = shared, slot, usual, features, extra_bits, False
+                return in_order(x, order, lambda x: Quantizer.quantize(self, x, *how))
         channels = channels_in(x.shape, stride, features) if kind == ROTATED else 0
-        settings = forward, shared, slot, kind, channels, extra_bits, is_usual
-        if order is not None:
-            return in_order(x, order, lambda x: self._save(x, *settings))
-        return self._save(x, *settings, stride and by_sample)
+
+        copies, place, result, mask = saving.shared, None, None, None
+        if shared and copies is not None:
+            place = place_of(x, stride=stride)
+        if place is not None:
+            key = self.key
+            if place in copies.copies or copies.results or copies.masks:
+                saved, result, mask = self._find(x, saving, place, key, kind, channels)
+                if saved is not None:
+                    return saved
+                if mask is not None:
+                    kind, channels = MASKED, 0
+
+        if not is_usual:
+            saved = self._quantize_traced(x, kind, channels, slot, extra_bits)
+        else:
+            if result is None:
+                seed = saving.seed(x, purpose(self.name, slot))
+            else:
+                saving.has_saved = True
+                seed = _seed_of_result(saving, x, result.number[0], key)
+            if context.policy is None:
+                bits = _bits(self.bits, self.extra_bits, slot, extra_bits)
+                saved = self._by_kernel(x, x.dtype, bits, kind, seed, channels, stride, mask)
+            else:
+                how = None, x.dtype, kind, mask, channels, saving.assignment
+                saved = quantize_slot(self, x, seed, x.dtype, slot, *how)
+        if place is not None:
+            copies.put(x, place, key, saved)
+        return saved
+
+    def _find(self, x, saving, place, key, kind, channels) -> tuple:
+        """Return (the copy of x, or None; the `ActivationResult` that x is, or None; the mask of a ReLU's result x, or None)."""
+        shared, result, mask = saving.shared, None, None
+        is_known = place in shared.copies
+        saved = shared.get(place, key) if is_known else None
+        if not saving.is_region:
+            result = shared.results.get(place)
+            if kind == ROTATED and (saved is None or channels):
+                mask = shared.get_mask(x)
+        # An activation chooses its copy by the forward before this one, so only equal settings share the copy.
+        if is_known and saved is None and result is None:
+            saved = shared.with_more_bits(place, key)
+        # An activation does not know the means and scales of channels while it computes its result.
+        if channels and mask is None:
+            result = None
+        if result is not None:
+            self.context.add_consumer(result, self)
+        if saved is not None:
+            saving.has_saved = True
+            if saved.is_observed:
+                saved = saved.for_consumer(self.name)
+        return saved, result, mask
 
     def _quantize_alone(self, x, is_usual, slot, kind, features, extra_bits) -> SavedTensors:
         """Quantize x outside a model, or while a compiler or a transform traces."""
@@ -224,65 +272,18 @@ class Quantizer:
                 return self._quantize_traced(x, kind, channels, slot, extra_bits)
             bits = _bits(self.bits, self.extra_bits, slot, extra_bits)
             stride = None if x.is_contiguous() else layout.by_sample_stride(x)
-            return self._made(x, x.dtype, bits, kind, self._seed_alone(x), channels, stride)
+            return self._by_kernel(x, x.dtype, bits, kind, self._seed_alone(x), channels, stride)
 
         return in_storage_order(x, save)
 
-    def _save(self, x, saving, may_share, slot, kind, channels, extra_bits, is_usual, stride=None):
-        """Quantize x, whose dimensions are in storage order, or share a copy."""
-        shared, mask, result = saving.shared, None, None
-        place = place_of(x, stride=stride) if may_share and shared is not None else None
-        if place is not None:
-            key = self.key
-            saved, is_known = None, place in shared.copies
-            if is_known:
-                saved = shared.get(place, key)
-            if shared.results and not saving.is_region:
-                result = shared.results.get(place)
-            # An activation chooses its copy by the forward before this one, so only equal settings share the copy.
-            if is_known and saved is None and result is None:
-                saved = shared.with_more_bits(place, key)
-            if shared.masks and (saved is None or channels) and kind == ROTATED:
-                mask = None if saving.is_region else shared.get_mask(x)
-                channels = channels if mask is None else 0
-            # An activation does not know the means and scales of channels while it computes its result.
-            if result is not None:
-                result = None if channels else result
-                if result is not None:
-                    self.context.add_consumer(result, self)
-            if saved is not None:
-                saving.has_saved = True
-                if not saved.is_observed:
-                    return saved
-                return saved.for_consumer(self.name)
-        if mask is not None:
-            kind = MASKED
-        if not is_usual:
-            made = self._quantize_traced(x, kind, channels, slot, extra_bits)
-        else:
-            if result is None:
-                seed = saving.seed(x, purpose(self.name, slot))
-            else:
-                saving.has_saved = True
-                seed = _seed_of_result(saving, x, result.number[0], self.key)
-            if self.context.policy is None:
-                bits = _bits(self.bits, self.extra_bits, slot, extra_bits)
-                made = self._made(x, x.dtype, bits, kind, seed, channels, stride, mask)
-            else:
-                how = None, x.dtype, kind, mask, channels, saving.assignment
-                made = quantize_slot(self, x, seed, x.dtype, slot, *how)
-        if place is not None:
-            shared.put(x, place, key, made)
-        return made
-
-    def _made(self, x, dtype, bits, kind, seed, channels, stride, mask=None, normalize=None):
-        """Return a copy of x, normalized if `normalize` is given."""
+    def _by_kernel(self, x, dtype, bits, kind, seed, channels, stride, mask=None, normalize=None):
+        """Return a copy of x, normalized if `normalize` is given, whose dimensions are in storage order."""
         if stride is not None and x.stride() != stride:
             x = x.detach().contiguous()
         if x.dtype is torch.float64:
             x = x.float()  # the kernels compute in float32
         if channels:
-            normalize = copies.with_channels(x, normalize, channels)
+            normalize = with_channels(x, normalize, channels)
         tensors = backends.of(x).quantize(
             x, seed, bits, self.group_size, None, None, normalize, kind
         )
@@ -358,7 +359,7 @@ class Quantizer:
                 how = normalize, input_dtype, kind, None, channels, saving.assignment
                 return quantize_slot(self, x, seed, dtype, 0, *how)
         bits = _bits(self.bits, self.extra_bits, 0, 0)
-        return self._made(x, dtype, bits, kind, seed, channels, stride, None, normalize)
+        return self._by_kernel(x, dtype, bits, kind, seed, channels, stride, None, normalize)
 
     def _seed_alone(self, x) -> torch.Tensor:
         return library.new_seed(x)
@@ -437,8 +438,8 @@ class Quantizer:
 
 
 _new = tuple.__new__
-_place_of = layout.place_in_storage
-_place = lru_cache(maxsize=4096)(_place_of)
+_order_of = layout.place_in_storage
+_order = lru_cache(maxsize=4096)(_order_of)
 
 
 def _channels_in(shape, stride, features: tuple[int, ...] | None) -> int:
@@ -447,7 +448,7 @@ def _channels_in(shape, stride, features: tuple[int, ...] | None) -> int:
         return 0
     if stride is None:
         stride = layout.contiguous_stride(shape)
-    _, stride = _place_of(shape, stride)
+    _, stride = _order_of(shape, stride)
     return count_of(shape, stride, tuple(dim % dims for dim in features))
 
 
@@ -485,36 +486,3 @@ def quantizer_of(bits: int, group_size: int, quantizer: Quantizer | str | None =
     if type(quantizer) is Quantizer or isinstance(quantizer, Quantizer):
         return quantizer
     return _quantizer_of(bits, group_size, quantizer)
-
-
-def is_differentiated(*tensors) -> bool:
-    """Return whether fewbit's layer has to run for these inputs and parameters, which may be None.
-
-    torch's own layer runs instead if no gradient is needed, if an input is complex, nested, not strided, a DTensor or
-    of a class that overrides torch's functions, or if torch.func or torch.jit.trace transforms the call.
-
-    Raises:
-        InputError: gradients are enabled, and an argument is neither a tensor nor None.
-        GradientError: fewbit's layer would have to run, and an argument is a dual number.
-    """
-    if not torch.is_grad_enabled():
-        return False
-    needs_gradient, are_ordinary = False, True
-    for x in tensors:
-        if x is None:
-            continue
-        if type(x) not in PLAIN_CLASSES:
-            check_tensors(x)
-            are_ordinary = are_ordinary and not (overrides_functions(x) or is_distributed(x))
-        needs_gradient = needs_gradient or x.requires_grad
-        if x.layout is not torch.strided or x.dtype.is_complex or x.is_nested:
-            are_ordinary = False
-    if not (needs_gradient and are_ordinary):
-        return False
-    if torch.compiler.is_dynamo_compiling():
-        return True
-    if transforms_active() or torch._C._is_tracing():
-        return torch.compiler.is_compiling()
-    if forward_ad._current_level >= 0:
-        refuse_forward_mode(*tensors)
-    return True

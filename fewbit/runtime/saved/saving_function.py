@@ -1,4 +1,7 @@
-"""Refusals of derivatives that fewbit's layers lack: second derivatives, forward mode, and some batches of gradients."""
+"""The base of the autograd Functions of layers: when they run, and which derivatives they refuse.
+
+They have no second derivatives, no forward mode, and some take no batches of gradients.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,49 @@ import torch
 from torch.autograd import Function, forward_ad
 
 from fewbit.errors import GradientError
-from fewbit.runtime.interop.tensor_kinds import is_batched
+from fewbit.runtime.interop.tensor_kinds import (
+    PLAIN_CLASSES,
+    check_tensors,
+    is_batched,
+    overrides_functions,
+    transforms_active,
+)
 from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
+from fewbit.runtime.parallel.shards import is_distributed
 from fewbit.runtime.probes.restoring import observed
+
+
+def is_differentiated(*tensors) -> bool:
+    """Return whether fewbit's layer has to run for these inputs and parameters, which may be None.
+
+    torch's own layer runs instead if no gradient is needed, if an input is complex, nested, not strided, a DTensor or
+    of a class that overrides torch's functions, or if torch.func or torch.jit.trace transforms the call.
+
+    Raises:
+        InputError: gradients are enabled, and an argument is neither a tensor nor None.
+        GradientError: fewbit's layer would have to run, and an argument is a dual number.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    needs_gradient, are_ordinary = False, True
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in PLAIN_CLASSES:
+            check_tensors(x)
+            are_ordinary = are_ordinary and not (overrides_functions(x) or is_distributed(x))
+        needs_gradient = needs_gradient or x.requires_grad
+        if x.layout is not torch.strided or x.dtype.is_complex or x.is_nested:
+            are_ordinary = False
+    if not (needs_gradient and are_ordinary):
+        return False
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    if transforms_active() or torch._C._is_tracing():
+        return torch.compiler.is_compiling()
+    if forward_ad._current_level >= 0:
+        refuse_forward_mode(*tensors)
+    return True
 
 
 class SavingFunction(Function):

@@ -112,7 +112,7 @@ class CompiledCall:
         if not self._compresses:
             return run(*args, **kwargs)
         draws = outside is None and takes_part(self._model)
-        drawing = Drawing(self._counters) if draws else nullcontext()
+        drawing = Drawing(self._model, self._counters) if draws else nullcontext()
         if not torch.is_grad_enabled():
             with drawing:
                 return run(*args, **kwargs)

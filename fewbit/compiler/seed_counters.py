@@ -6,7 +6,6 @@ is compiled otherwise restarts a counter when the seed of `torch.manual_seed` ha
 
 from __future__ import annotations
 
-import hashlib
 import threading
 
 import torch
@@ -17,7 +16,8 @@ from fewbit.runtime import backends
 from fewbit.runtime.interop.checkpoint import checkpoint_hook, in_backward, reentrant_region
 from fewbit.runtime.interop.cuda_streams import is_capturing
 from fewbit.runtime.ops.library import define
-from fewbit.runtime.saved.seeds import DISTINCT, advance_generator, mixed
+from fewbit.runtime.parallel.process_groups import is_distributed_run, process_groups
+from fewbit.runtime.saved.seeds import advance_generator, generator_hash, mixed
 
 
 class _Counter:
@@ -65,27 +65,30 @@ class Drawing:
 
     A call within another call, or one that a CUDA graph captures, does not restart the counters: it draws the next seeds.
 
+    Processes that train the model with different inputs draw different seeds, also if their generators are alike.
+
     Args:
+        model: the model.
         counters: the counters that earlier calls of the model have used; those of this call are added.
     """
 
-    def __init__(self, counters: set[_Counter]):
-        self._counters = counters
-        self._state = None
+    def __init__(self, model: nn.Module, counters: set[_Counter]):
+        self._model, self._counters = model, counters
+        self._hash = None
 
     def __enter__(self):
         if _call.start is not None or is_capturing():
             return
-        state = _state()
-        start = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest())
+        self._ranks = process_groups(self._model).data_rank if is_distributed_run() else ()
+        self._hash = start = generator_hash(ranks=self._ranks)
         for counter in self._counters:  # a CUDA graph that is replayed draws without Python
             counter.restart(start)
-        self._state, _call.counters, _call.start = state, self._counters, start
+        _call.counters, _call.start = self._counters, start
 
     def __exit__(self, *_):
-        if self._state is not None:
+        if self._hash is not None:
             _call.start = None
-            if _state() == self._state:
+            if generator_hash(ranks=self._ranks) == self._hash:
                 advance_generator()  # or the next call would round alike
 
 
@@ -97,10 +100,6 @@ def takes_part(model: nn.Module) -> bool:
     if in_backward():
         return checkpoint_hook() is not None or reentrant_region() is not None
     return torch.is_grad_enabled() or (model.training and reentrant_region() is not None)
-
-
-def _state() -> bytes:
-    return torch.default_generator.get_state().numpy()[:DISTINCT].tobytes()
 
 
 def counter_of(device: torch.device) -> _Counter:

@@ -150,10 +150,13 @@ def independent_rounding(rank):
     loss_of(exact(tokens), targets).backward()
     exact = gradients_of(exact)["blocks.0.up.weight"]
 
-    def noise(wrap):
-        module = model()
+    def in_place(module):
         compressed(module, bits=2)
-        wrapped = wrap(module)
+        return module
+
+    def noise(wrap, compress=in_place):
+        module = model()
+        wrapped = wrap(compress(module))
         torch.manual_seed(5)
         loss_of(wrapped(tokens), targets).backward()
         return gradients_of(module)["blocks.0.up.weight"] - exact
@@ -167,6 +170,11 @@ def independent_rounding(rank):
     for wrap in (DistributedDataParallel, _shard):
         ratio = float(noise(wrap).square().sum() / alone.square().sum())
         assert 0.35 < ratio < 0.65, ratio
+
+    compiled = partial(fewbit.compile, bits=2, backend="aot_eager")
+    alone = noise(lambda module: module, compiled)
+    ratio = noise(DistributedDataParallel, compiled).square().sum() / alone.square().sum()
+    assert 0.35 < float(ratio) < 0.65, ratio
 
 
 CASES = (

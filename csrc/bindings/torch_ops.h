@@ -114,6 +114,7 @@ class Ops {
     implement("quantize_by_channels", quantize_by_channels);
     implement("dequantize_dense", dequantize_dense);
     implement("dequantize_by_channels", dequantize_by_channels);
+    implement("anchor", anchor);
     implement("pack", pack);
     implement("unpack", unpack);
     implement("pack_mask", pack_mask);
@@ -194,6 +195,16 @@ class Ops {
     OpTensor out = OpTensor::empty(*packed, {sizes[0], sizes[1]}, static_cast<int32_t>(stack[6]));
     device.dequantize_alike(packed->buffer(), ranges->buffer(), shape, out.buffer(), statistics);
     stack[0] = out.release();
+  }
+
+  // anchor(Tensor packed) -> Tensor
+  static void anchor(Value* stack, uint64_t inputs, uint64_t) {
+    Arguments arguments(stack, inputs, "t");
+    const Borrowed packed(stack[0]);
+    if (!device_.load() || packed->buffer().device >= 0) return arguments.pass_to("fewbit::anchor_in_python");
+    OpTensor one = OpTensor::empty(*packed, {}, dtype_of(static_cast<int>(DType::float32)));
+    *reinterpret_cast<float*>(one.buffer().address) = 1;
+    stack[0] = one.release();
   }
 
   // pack(Tensor codes, int bits) -> Tensor

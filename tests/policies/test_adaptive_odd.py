@@ -106,6 +106,26 @@ def test_functional_transforms():
     assert controller.allocation
 
 
+@pytest.mark.parametrize(
+    "policy", [fewbit.AdaptiveBits(3), fewbit.SampleBits(3), fewbit.ErrorBound(0.1)]
+)
+def test_batches_of_gradients_under_a_policy(policy):
+    """Copies whose samples have different bits are dequantized in `torch.func.vmap` as in a single backward pass."""
+    torch.manual_seed(0)
+    model = mlp()
+    fewbit.compress_(model, policy, verbose=False)
+    x = X * torch.linspace(0.1, 5, len(X))[:, None]
+    for _ in range(3):
+        model(x).sum().backward()
+    y, directions = model(x), normal((3, *X.shape), seed=6)
+
+    def one(direction):
+        return torch.autograd.grad(y, model[0].weight, direction, retain_graph=True)[0]
+
+    found = torch.func.vmap(one)(directions)
+    torch.testing.assert_close(found, torch.stack([one(direction) for direction in directions]))
+
+
 @pytest.mark.slow
 def test_parts_that_cancel():
     """Each sum below returns x: as independent parts, 500 of them would make noise 5^500 times as large."""

@@ -1,18 +1,19 @@
 """torch.compile and torch.export: results are those of eager mode, and only packed codes are saved."""
 
+import copy
 import io
 
 import pytest
 import torch
 from compilers import inductor_passes
-from layers import saved_by
+from layers import relative, saved_by
 from samples import GELU, gradient, laid_out, load_table, normal, same
 from torch import nn
 
 import fewbit
 import fewbit.functional as F
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.ops import library
+from fewbit.runtime.ops import library, quantizer_ops
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -125,6 +126,35 @@ def test_what_a_compiler_removes_changes_no_order(kind, dynamic, monkeypatch):
         grads.append(torch.autograd.grad(y, list(model.parameters()), weight))
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (lambda: nn.Linear(8, 8), (5, 8)),
+        (lambda: nn.Linear(8, 8), (2, 256, 8)),  # with numbers of channels
+        (lambda: nn.Conv2d(4, 4, 1).to(memory_format=torch.channels_last), (3, 4, 12, 12)),
+    ],
+)
+def test_copies_of_compiled_layers_are_made_without_python(layer, shape, device, monkeypatch):
+    torch.manual_seed(0)
+    exact = layer().to(device)
+    model = copy.deepcopy(exact)
+    fewbit.compress_(model, 8, verbose=False)
+    x, run = normal(shape, device=device).requires_grad_(), compiled(model)
+    run(x).sum().backward()
+
+    def refuse(*_, **__):
+        raise AssertionError("a copy was made or dequantized in Python")
+
+    for name in ("quantize", "dequantize", "channel_statistics"):
+        monkeypatch.setattr(quantizer_ops, name, refuse)
+    weight = torch.empty_like(exact(x)).copy_(normal(exact(x).shape, device=device, seed=6))
+    ours, theirs = (
+        torch.autograd.grad(f(x), m.weight, weight)[0] for f, m in ((run, model), (exact, exact))
+    )
+    assert 0 < relative(ours, theirs) < 0.02
 
 
 @pytest.mark.slow

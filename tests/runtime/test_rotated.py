@@ -13,7 +13,7 @@ import fewbit
 from fewbit.errors import InputError
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.distortion import distortion
-from fewbit.runtime.ops import quantizer_ops
+from fewbit.runtime.ops import dense_ops, quantizer_ops, traced_copies
 
 
 def one_group(data, n=256):
@@ -152,10 +152,8 @@ def test_groups_that_are_too_large_are_refused(backend, kind):
     message = f"^group_size with {kind} copies: expected at most 256, got 288$"
     for call in (
         lambda: quantizer_ops.quantize(x, seed, 2, 288, kind=kind),
-        lambda: quantizer_ops.quantize_op(x, x.stride(), seed, 2, 288, kind),
         lambda: quantizer_ops.squares(x, 288, kind=kind),
         lambda: quantizer_ops.dequantize(packed, ranges, 2, 288, *place, kind=kind),
-        lambda: quantizer_ops.dequantize_op(packed, ranges, 2, 288, *place, kind),
         lambda: quantizer_ops.dequantize(
             packed, ranges, 0, 288, *place, widths.to(backend.device), kind=kind
         ),
@@ -179,9 +177,9 @@ def test_layers_refuse_large_groups():
 def copied_by_ops(x, seed, bits, group_size):
     """Return the saved tensors of a rotated copy and the values that the ops dequantize from it."""
     stride = layout.by_sample_stride(x)
-    packed, ranges, *_ = quantizer_ops.quantize_op(x, stride, seed, bits, group_size, "rotated")
+    packed, ranges, *_ = traced_copies.quantize_op(x, stride, seed, bits, group_size, "rotated")
     place = bits, group_size, x.shape, stride, x.dtype, "rotated"
-    return packed, ranges, quantizer_ops.dequantize_op(packed, ranges, *place)
+    return packed, ranges, traced_copies.dequantize(packed, ranges, *place)
 
 
 @pytest.mark.parametrize("shape", [(7, 100), (3, 1000), (50, 3), (4, 8, 9), (0, 5), (3, 0), ()])
@@ -202,7 +200,6 @@ def test_opcheck_of_rotated_copies(backend):
     x, seed = inputs((5, 70), torch.float32).to(backend.device), torch.tensor([3])
     seed, checks = seed.to(backend.device), ("test_schema", "test_faketensor")
     arguments = x, [70, 1], seed, 3, 64, "rotated"
-    torch.library.opcheck(quantizer_ops.quantize_op, arguments, test_utils=checks)
-    packed, ranges, *_ = quantizer_ops.quantize_op(*arguments)
-    place = packed, ranges, 3, 64, [5, 70], [70, 1], torch.float32, "rotated"
-    torch.library.opcheck(quantizer_ops.dequantize_op, place, test_utils=checks)
+    torch.library.opcheck(traced_copies.quantize_op, arguments, test_utils=checks)
+    packed, *_ = traced_copies.quantize_op(*arguments)
+    torch.library.opcheck(dense_ops.anchor_op, (packed,), test_utils=checks)

@@ -4,6 +4,7 @@
     quantize_by_channels(x, seed, bits, group_size, count) -> packed and ranges of a rotated copy, statistics
     dequantize_dense(packed, ranges, bits, group_size, samples, features, dtype, kind) -> the values, (samples, features)
     dequantize_by_channels(packed, ranges, bits, group_size, samples, features, dtype, statistics) -> the same
+    anchor(packed) -> the number 1, () float32, so that what is multiplied by it depends on packed (docs/decisions/0004)
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
     pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
 
@@ -61,7 +62,7 @@ def _quantize_by_channels(x, seed, bits, group_size, count):
 
 
 def _dequantize(packed, ranges, bits, group_size, samples, features, dtype, kind, statistics=None):
-    settings = bits, group_size, (samples, features), (features, 1), dtype
+    settings = bits, group_size, (samples, features), (max(features, 1), 1), dtype
     packed, ranges, kind = packed.contiguous(), ranges.contiguous(), _KINDS[kind]
     return quantizer_ops.dequantize(packed, ranges, *settings, kind=kind, channels=statistics)
 
@@ -69,6 +70,10 @@ def _dequantize(packed, ranges, bits, group_size, samples, features, dtype, kind
 def _dequantize_by_channels(packed, ranges, bits, group_size, samples, features, dtype, statistics):
     settings = bits, group_size, samples, features, dtype, KIND_NUMBERS[ROTATED]
     return _dequantize(packed, ranges, *settings, statistics.contiguous())
+
+
+def _anchor(packed):
+    return packed.new_ones((), dtype=torch.float32)
 
 
 def _pack_mask(mask):
@@ -99,6 +104,7 @@ dequantize_dense_op = _define(f"dequantize_dense({_COPY}, int kind) -> Tensor", 
 dequantize_by_channels_op = _define(
     f"dequantize_by_channels({_COPY}, Tensor statistics) -> Tensor", _dequantize_by_channels
 )
+anchor_op = _define("anchor(Tensor packed) -> Tensor", _anchor)
 pack_op = _define(
     "pack(Tensor codes, int bits) -> Tensor",
     lambda codes, bits: backends.of(codes).pack(codes.contiguous().view(-1), bits),
@@ -127,6 +133,11 @@ def _(x, seed, bits, group_size, count):
 @register_fake("fewbit::dequantize_by_channels")
 def _(packed, ranges, bits, group_size, samples, features, dtype, _):
     return packed.new_empty((samples, features), dtype=dtype)
+
+
+@register_fake("fewbit::anchor")
+def _(packed):
+    return packed.new_empty((), dtype=torch.float32)
 
 
 @register_fake("fewbit::pack")

@@ -26,11 +26,14 @@ NO_FORWARD_MODE = (
 )
 
 
-def define(schema: str, implementation):
-    """Define an op, and return its default overload."""
+def define(schema: str, implementation, key: str = "CompositeExplicitAutograd"):
+    """Define an op, and return its default overload.
+
+    With the key "CompositeImplicitAutograd", the implementation is traced in place of the op.
+    """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=_TAGS)
-    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, implementation, key)
     return getattr(torch.ops.fewbit, name).default
 
 

@@ -1,22 +1,14 @@
-"""The torch ops of the group quantizer, and their implementations, which eager mode calls directly.
-
-    quantize(x, stride, seed, bits, group_size, kind, channels) -> packed, ranges, numbers of channels, one (trace anchor)
-    dequantize(packed, ranges, bits, group_size, size, stride, dtype, kind, mask, channels) -> the values
-
-Both ops take the same strides, which define the order of the elements.
-"""
+"""The functions of the group quantizer, which eager mode calls, and which implement ops for compiled code."""
 
 from __future__ import annotations
 
 import torch
-from torch.library import register_fake
 
 from fewbit.config import UNIFORM
 from fewbit.runtime import backends
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.channels import Normalization
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.ops.library import define, save_results
 
 
 def quantize(
@@ -139,11 +131,6 @@ def _narrow(x):
     return x if x.dtype is not torch.float64 else x.float()
 
 
-def _quantize_with_stride(x, stride, seed, bits, group_size, kind, channels=0):
-    source = layout.with_stride(x.detach(), stride, by_sample=True)
-    return *quantize_with_channels(source, seed, bits, group_size, kind, channels), x.new_ones(())
-
-
 def quantize_with_channels(x, seed, bits, group_size, kind, channels):
     """Return (packed, ranges, numbers of channels); see `quantize`."""
     numbers, normalize = x.new_empty((0, 2), dtype=torch.bfloat16), None
@@ -155,26 +142,6 @@ def quantize_with_channels(x, seed, bits, group_size, kind, channels):
     return *quantize(x, seed, bits, group_size, normalize, kind=kind), numbers
 
 
-def _dequantize_with_stride(
-    packed, ranges, bits, group_size, size, stride, dtype, kind, mask=None, channels=None
-):
-    layout.check_stride(size, stride, by_sample=True)
-    settings = bits, group_size, size, stride, dtype
-    return dequantize(packed, ranges, *settings, kind=kind, mask=mask, channels=channels)
-
-
-quantize_op = define(
-    "quantize(Tensor x, SymInt[] stride, Tensor seed, int bits, int group_size, str kind, SymInt channels=0) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    _quantize_with_stride,
-)
-dequantize_op = define(
-    "dequantize(Tensor packed, Tensor ranges, int bits, int group_size, SymInt[] size, SymInt[] stride, "
-    "ScalarType dtype, str kind, Tensor? mask=None, Tensor? channels=None) -> Tensor",
-    _dequantize_with_stride,
-)
-
-
 def fake_copy(x, bits, group_size, kind, channels):
     """Return the fake results of `quantize_with_channels`."""
     samples, features = groups.samples_of(x.shape)
@@ -182,16 +149,3 @@ def fake_copy(x, bits, group_size, kind, channels):
     rows = groups.group_count(samples, features, group_size) + groups.seed_rows(kind)
     ranges, numbers = (x.new_empty((n, 2), dtype=torch.bfloat16) for n in (rows, channels))
     return packed, ranges, numbers
-
-
-@register_fake("fewbit::quantize")
-def _(x, stride, seed, bits, group_size, kind, channels=0):
-    return *fake_copy(x, bits, group_size, kind, channels), x.new_empty(())
-
-
-@register_fake("fewbit::dequantize")
-def _(packed, ranges, bits, group_size, size, stride, dtype, kind, mask=None, channels=None):
-    return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
-
-
-save_results(quantize_op)

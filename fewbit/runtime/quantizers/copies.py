@@ -11,7 +11,7 @@ from fewbit.runtime.format import layout
 from fewbit.runtime.format.channels import Normalization
 from fewbit.runtime.format.tensor_checks import seed_on
 from fewbit.runtime.interop.tensor_kinds import is_plain
-from fewbit.runtime.ops import quantizer_ops
+from fewbit.runtime.ops import quantizer_ops, traced_copies
 from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, SavedTensors
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -50,7 +50,7 @@ def quantized(
         tensors = (*tensors, normalize.channels) if channels else tensors
     else:
         settings = bits, group_size, kind, channels
-        tensors = quantizer_ops.quantize_op(x, stride, seed_on(x.device, seed), *settings)
+        tensors = traced_copies.quantize_op(x, stride, seed_on(x.device, seed), *settings)
         tensors = tensors[: 3 if channels else 2]
     spec = QuantizedTensorSpec(bits, group_size, tuple(x.shape), stride, x.dtype, kind=kind)
     return SavedTensors(tuple(tensors), spec._replace(has_channels=channels > 0))

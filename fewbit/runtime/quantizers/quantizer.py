@@ -32,7 +32,7 @@ from fewbit.runtime.interop.tensor_kinds import (
     is_eager,
     is_plain,
 )
-from fewbit.runtime.ops import library, quantizer_ops
+from fewbit.runtime.ops import library, traced_copies
 from fewbit.runtime.parallel.shards import has_arrived
 from fewbit.runtime.quantizers import computed
 from fewbit.runtime.quantizers.copies import with_channels
@@ -414,7 +414,7 @@ class Quantizer:
         bits = min(self.bits_of(slot) + extra_bits, MAX_BITS)
         spec = self._spec(x, bits, kind)._replace(has_channels=bool(channels))
         settings = bits, self.group_size, kind, channels
-        made = quantizer_ops.quantize_op(x, spec.stride, library.new_seed(x), *settings)
+        made = traced_copies.quantize_op(x, spec.stride, library.new_seed(x), *settings)
         tensors = tuple(made[: 3 if channels else 2])
         return SavedTensors(tensors, spec, None if is_abstract(x) else made[-1])
 

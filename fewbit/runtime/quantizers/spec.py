@@ -25,10 +25,11 @@ from fewbit.runtime.interop.tensor_kinds import (
     PRE_DISPATCH,
     is_included,
     is_plain,
+    is_wrapped,
     modes_active,
     transforms_active,
 )
-from fewbit.runtime.ops import quantizer_ops
+from fewbit.runtime.ops import quantizer_ops, traced_copies
 from fewbit.runtime.parallel.process_groups import is_distributed_run
 from fewbit.runtime.probes.restoring import mapped
 from fewbit.runtime.saved.assignment import TensorSlot
@@ -71,13 +72,12 @@ class QuantizedTensorSpec(NamedTuple):
         """
         if affine is not None and not (affine[0] is affine[1] is None):
             return self._dequantize_mapped(tensors, dtype or self.dtype, affine)
-        if _have_memory(tensors) or is_plain(tensors[0]):
+        if _have_memory(tensors):
             return self._by_kernel(tensors, dtype or self.dtype)
         packed, ranges = tensors[:2]
-        mask = tensors[-1] if self.has_mask else None
-        channels = tensors[-1 - self.has_mask] if self.has_channels else None
+        statistics = tensors[2] if self.has_channels else None
         place = self.bits, self.group_size, self.size, self.stride, dtype or self.dtype
-        return quantizer_ops.dequantize_op(packed, ranges, *place, self.kind, mask, channels)
+        return traced_copies.dequantize(packed, ranges, *place, self.kind, statistics)
 
     def _by_kernel(self, tensors, dtype, affine=None):
         packed, ranges = tensors[:2]
@@ -106,7 +106,7 @@ class QuantizedTensorSpec(NamedTuple):
         # The kernels do not map short samples of different bits.
         if fits and self.samples is not None:
             fits = prod(self.size) >= self.samples * groups.LEAST_FEATURES
-        if fits and (_have_memory(tensors) or is_plain(tensors[0])):
+        if fits and _have_memory(tensors):
             return self._by_kernel(tensors, dtype, (flat(scale), flat(shift), inner))
         return in_dtype(map_affine(self.dequantize(tensors), affine), dtype)
 
@@ -142,11 +142,13 @@ class QuantizedTensorSpec(NamedTuple):
 
 
 def _have_memory(tensors) -> bool:
-    """Return whether the tensors of a copy are ordinary, and so is what an operation returns now."""
+    """Return whether kernels can read the tensors of a copy. In `torch.func.vmap`, copies are no batches."""
     packed = tensors[0]
     if torch.compiler.is_dynamo_compiling() or type(packed) is not torch.Tensor or packed.is_meta:
         return False
-    return not (modes_active() or transforms_active() or is_included(PRE_DISPATCH))
+    if modes_active() or is_included(PRE_DISPATCH):
+        return is_plain(packed)
+    return not (transforms_active() and is_wrapped(packed))
 
 
 @lru_cache(maxsize=4096)

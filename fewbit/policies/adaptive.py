@@ -33,10 +33,8 @@ class SlotVariance(Record):
     """The variance that rounding one slot adds to the gradient. Fields that are not listed are those of `RoundingEffect`.
 
     Args:
-        bits: `RoundingEffect.average`.
         elements: the number of elements in one forward pass, of all processes.
         missed: the number of measurements since the slot was last measured.
-        quantizer: `RoundingEffect.kind`.
     """
 
     name: str
@@ -106,32 +104,9 @@ class VarianceKnowledge(Record):
 class SlotVarianceProbe(VarianceProbe):
     """A `VarianceProbe` whose results are `SlotVariance` records."""
 
-    def results(self) -> dict[tuple[str, int], SlotVariance]:
-        """See `VarianceProbe.results`."""
-        return _records(super().results())
-
-    def snapshot(self) -> dict[tuple[str, int], SlotVariance]:
-        """See `VarianceProbe.snapshot`."""
-        return _records(super().snapshot())
-
-
-def _records(effects: Mapping) -> dict[tuple[str, int], SlotVariance]:
-    return {
-        name: SlotVariance(
-            *name,
-            bits=effect.average,
-            is_fixed=effect.is_fixed,
-            is_known=effect.is_known,
-            quantizer=effect.kind,
-            elements=effect.elements,
-            samples=effect.samples,
-            sensitivity=effect.sensitivity,
-            at_one=effect.at_one,
-            weight=effect.weight,
-            spread=None if effect.spread is None else tuple(effect.spread),
-        )
-        for name, effect in effects.items()
-    }
+    def _summed_up(self, host) -> dict[tuple[str, int], SlotVariance]:
+        effects = super()._summed_up(host)
+        return {name: SlotVariance(*name, **vars(effect)) for name, effect in effects.items()}
 
 
 class AdaptivePolicy(ProbingPolicy):

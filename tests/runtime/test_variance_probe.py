@@ -135,7 +135,7 @@ def test_each_part_of_the_variance(name, kind):
     x = normal(shape, scale=1.0)
     controller = converted_to(kind, model, 4)
     predicted = observed(model, controller, x, 4)
-    kinds = {name: made.kind for name, made in results_of(model, x, controller).items()}
+    kinds = {name: made.quantizer for name, made in results_of(model, x, controller).items()}
     share = {name: relative_distortion(made, 3) for name, made in kinds.items()}
     predicted = {name: value * share[name] for name, value in predicted.items()}
 

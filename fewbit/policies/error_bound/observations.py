@@ -75,6 +75,7 @@ class TensorNorms(Record):
     """The measurements of one slot in one step. Fields that are not listed are those of `RoundingEffect`.
 
     Args:
+        average: `RoundingEffect.bits`.
         squares: the `squares` of the samples in rising order, cut into SPREAD parts of nearly equal size: the mean of
             each part, then zeros. If `samples` is 0, the first number is the sum for the whole tensor.
         error2: the mean squared error of the elements.
@@ -82,7 +83,6 @@ class TensorNorms(Record):
         constraints: those of the gradients that depend on the slot.
         channel_weights: 1 / dx*^2 of each channel (dimension 1), scaled to mean 1; None for equal weights.
         monitored: the norms of gradients that were also computed from exact values.
-        quantizer: `RoundingEffect.kind`.
     """
 
     name: str

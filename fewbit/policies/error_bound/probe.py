@@ -179,7 +179,7 @@ class ErrorBoundProbe(VarianceProbe):
         elements = sum(tensor.elements for tensor in tensors)
         errors = sum(host_square(host, tensor.error) for tensor in tensors)
         squares = sum(host[id(tensor.squares)][0] for tensor in tensors)
-        spread = [squares] + [0.0] * (SPREAD - 1)
+        spread = (squares, *[0.0] * (SPREAD - 1))
         has_samples = all(tensor.has_samples for tensor in tensors)
         if has_samples:
             spread = self._spread(host, name)
@@ -187,18 +187,18 @@ class ErrorBoundProbe(VarianceProbe):
         costs = constraints_of(host, shares, tried / elements)
         return TensorNorms(
             *name,
-            seen.average,
+            seen.bits,
             seen.is_fixed,
             elements,
             seen.samples if has_samples else 0,
-            tuple(spread),
+            spread,
             errors / elements,
             self._bytes[name],
             tuple(constraint for constraint, _ in costs),
             channel_weights(costs),
             seen.is_known and (bool(costs) or name not in self._reached_within),
             monitored_norms(host, shares),
-            seen.kind,
+            seen.quantizer,
         )
 
     def _activation_norms(self, host) -> dict[str, ActivationNorms]:

@@ -34,11 +34,12 @@ class RoundingEffect:
     """The effect that rounding one slot has on the gradient, measured in one forward and backward pass.
 
     Args:
-        average: the average bits per element that the slot had.
+        bits: the average bits per element that the slot had.
         is_fixed: whether the user gave the bits.
+        quantizer: the kind of the slot's copies, one of `fewbit.config.KINDS`.
         elements: the number of elements of all tensors that were saved for the slot.
         samples: the number of samples among which the bits were divided, or 0.
-        sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(kind, bits)`; 0 if
+        sensitivity: the variance that rounding adds to the gradient, divided by `relative_distortion(quantizer, bits)`; 0 if
             no gradient reached the layer.
         at_one: the variance that rounding to 1 bit adds to the gradient, as measured.
         weight: the relative variance (`variances.py`) divided by the variance.
@@ -47,15 +48,15 @@ class RoundingEffect:
         is_known: whether all gradients that depend on the slot were measured.
     """
 
-    average: float
+    bits: float
     is_fixed: bool
-    kind: str
+    quantizer: str
     elements: int = 0
     samples: int = 0
     sensitivity: float = 0.0
     at_one: float = 0.0
     weight: float = 1.0
-    spread: list[float] | None = None
+    spread: tuple[float, ...] | None = None
     is_known: bool = True
 
 
@@ -314,9 +315,9 @@ class VarianceProbe:
         """Return the measurements so far, as `results` does."""
         return self._summed_up(self._sent().values())
 
-    def _spread(self, host, name) -> list[float]:
+    def _spread(self, host, name) -> tuple[float, ...]:
         parts = [host[id(part)] for part in self._spreads[name]]
-        return [sum(numbers) for numbers in zip(*parts, strict=True)]
+        return tuple(map(sum, zip(*parts, strict=True)))
 
     def _summed_up(self, host) -> dict[tuple, RoundingEffect]:
         # A backward pass in another thread may have measured more after the copy was started.

@@ -21,7 +21,6 @@ from fewbit.runtime.graph.rules import (
     NAMED,
     TWO_VALUED,
     Rule,
-    RuleSettings,
     is_broadcast,
     rule_of,
 )
@@ -255,10 +254,9 @@ def _copied(x, rule: Rule, settings: GraphSettings, name: str, context) -> Saved
 
         return in_storage_order(x, save)
 
-    how = RuleSettings(quantize, settings.kind, settings.bits, settings.derivative_bits)
     hold_for_stream((x,))  # the node may have run in another stream
     with torch.no_grad(), torch._C.DisableTorchFunction():
-        return rule.compress(x, how)
+        return rule.compress(x, settings, quantize)
 
 
 def _hold(argument: SavedArgument, tensors, restore: Callable) -> None:
@@ -301,12 +299,11 @@ def _checked(restore: Callable[[], torch.Tensor], is_exact: bool) -> Callable:
 
 def _without_gain(candidates: list[_Candidate], settings: GraphSettings) -> set[int]:
     """Return the storages that are hardly larger than their tensors' copies."""
-    how = RuleSettings(None, settings.kind, settings.bits, settings.derivative_bits)
     bits, sizes = {}, {}
     for argument, rule in candidates:
         if rule is not None:
             x, key = argument.tensor, storage_of(argument.tensor)
-            bits[key] = bits.get(key, 0) + rule.bits(how) * x.numel()
+            bits[key] = bits.get(key, 0) + rule.bits(settings) * x.numel()
             sizes[key] = 8 * x.untyped_storage().nbytes()
     return {key for key, size in sizes.items() if bits[key] * _LEAST_GAIN > size}
 

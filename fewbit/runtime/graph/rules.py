@@ -20,20 +20,6 @@ from fewbit.runtime.quantizers import integers
 from fewbit.runtime.quantizers.spec import SavedTensors
 
 
-class RuleSettings(NamedTuple):
-    """The settings by which the rules quantize a tensor.
-
-    Args:
-        quantize: a function (tensor, bits, kind) that returns a copy as SavedTensors.
-        kind, bits, derivative_bits: as in `GraphSettings`.
-    """
-
-    quantize: Callable[[torch.Tensor, int, str], SavedTensors]
-    kind: str | None
-    bits: int
-    derivative_bits: int
-
-
 class Rule:
     """The compression of one saved argument of an autograd node.
 
@@ -47,12 +33,17 @@ class Rule:
     takes_constants = False
     exact_bits = 1
 
-    def bits(self, settings: RuleSettings) -> int:
-        """Return the bits per element of the copy, without the numbers of groups."""
+    def bits(self, settings) -> int:
+        """Return the bits per element of the copy, without the numbers of groups; `settings` are `GraphSettings`."""
         return self.exact_bits
 
-    def compress(self, x: torch.Tensor, settings: RuleSettings) -> SavedTensors | None:
-        """Return the copy of x, or None if this rule does not apply to x."""
+    def compress(
+        self,
+        x: torch.Tensor,
+        settings,
+        quantize: Callable[[torch.Tensor, int, str], SavedTensors],
+    ) -> SavedTensors | None:
+        """Return the copy of x, or None if this rule does not apply to x. `quantize(tensor, bits, kind)` returns a copy."""
         raise NotImplementedError
 
 
@@ -66,10 +57,10 @@ class LinearRule(Rule):
     def bits(self, settings):
         return settings.bits
 
-    def compress(self, x, settings):
+    def compress(self, x, settings, quantize):
         if x.dtype not in FLOATING:
             return None
-        return settings.quantize(x, settings.bits, settings.kind or self.usual)
+        return quantize(x, settings.bits, settings.kind or self.usual)
 
 
 @dataclass(frozen=True)
@@ -81,9 +72,9 @@ class ExponentialRule(LinearRule):
 
     usual: str = UNIFORM
 
-    def compress(self, x, settings):
+    def compress(self, x, settings, quantize):
         is_small = not x.is_cuda and x.dtype in FLOATING and bool((x <= 1).all())
-        return super().compress(x, settings) if is_small else None
+        return super().compress(x, settings, quantize) if is_small else None
 
 
 @dataclass(frozen=True)
@@ -99,11 +90,11 @@ class DerivativeRule(Rule):
     def bits(self, settings):
         return settings.derivative_bits
 
-    def compress(self, x, settings):
+    def compress(self, x, settings, quantize):
         if x.dtype not in FLOATING:
             return None
         derivative = self.derivative(x.to(torch.promote_types(x.dtype, torch.float32)))
-        tensors, spec, *_ = settings.quantize(derivative, settings.derivative_bits, UNIFORM)
+        tensors, spec, *_ = quantize(derivative, settings.derivative_bits, UNIFORM)
         return SavedTensors(tensors, _InverseSpec(spec, self.inverse, x.dtype))
 
 
@@ -113,7 +104,7 @@ class MaskRule(Rule):
 
     is_exact = True
 
-    def compress(self, x, settings):
+    def compress(self, x, settings, quantize):
         if x.dtype is not torch.bool:
             return None
         tensors, spec, *_ = integers.pack(x, 2)
@@ -126,7 +117,7 @@ class TwoValuedRule(Rule):
 
     is_exact = True
 
-    def compress(self, x, settings):
+    def compress(self, x, settings, quantize):
         if x.is_cuda or x.dtype not in FLOATING:
             return None
         value = x.amax()
@@ -142,7 +133,7 @@ class PositiveRule(Rule):
 
     is_exact = True
 
-    def compress(self, x, settings):
+    def compress(self, x, settings, quantize):
         tensors, spec, *_ = integers.pack(x > 0, 2)
         return SavedTensors(tensors, integers.CastSpec(spec, x.dtype))
 
@@ -155,7 +146,7 @@ class InsideRule(Rule):
     greatest: float | None
     is_exact = True
 
-    def compress(self, x, settings):
+    def compress(self, x, settings, quantize):
         tensors, spec, *_ = integers.pack(clamp.is_inside(x, self.least, self.greatest), 2)
         # NaN is in no interval.
         return SavedTensors(tensors, _ChoiceSpec(spec, x.dtype, self._point(x.dtype), math.nan))
@@ -179,7 +170,7 @@ class IndexRule(Rule):
     is_exact = True
     exact_bits = 16
 
-    def compress(self, x, settings):
+    def compress(self, x, settings, quantize):
         if x.dtype is not torch.int64 or x.is_cuda:
             return None
         least, greatest = x.aminmax()
@@ -195,7 +186,7 @@ class SizeRule(Rule):
     is_exact = True
     exact_bits = 0
 
-    def compress(self, x, settings):
+    def compress(self, x, settings, quantize):
         return SavedTensors((), _SizeSpec(tuple(x.shape), x.dtype, x.device))
 
 

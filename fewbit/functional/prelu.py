@@ -13,7 +13,7 @@ from fewbit.runtime.interop.random_replay import replayed, state_of
 from fewbit.runtime.probes import gradient_errors
 from fewbit.runtime.quantizers import copies, integers
 from fewbit.runtime.quantizers.quantizer import Quantizer, quantizer_of
-from fewbit.runtime.quantizers.spec import PermutedSpec, QuantizedTensorSpec
+from fewbit.runtime.quantizers.spec import QuantizedTensorSpec, RearrangedSpec
 from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated, refuse_batches
 
 __all__ = ["prelu"]
@@ -94,7 +94,7 @@ class _PReLU(SavingFunction):
         dims = tuple(range(grad.dim()))
         has_signs = ctx.needs_input_grad[0]
         spec, _ = kept.copy("negative")
-        spec = spec.inner if isinstance(spec, PermutedSpec) else spec
+        spec = spec.inner if isinstance(spec, RearrangedSpec) else spec
         is_rotated = isinstance(spec, QuantizedTensorSpec) and spec.kind != UNIFORM
         cost = gradient_errors.weight_cost
         if is_rotated and not has_signs:

@@ -62,7 +62,7 @@ def of_layer(context, kept, grads, results, errors: Tensor) -> list[ErrorOfGradi
     if layer.gradient_errors is None or grads[0] is None:
         return None
     spec, _ = kept.copy(layer.observed)
-    if hasattr(spec, "order"):
+    if getattr(spec, "order", None) is not None:
         errors = errors.sum()[None]  # dimension 0 in storage is another dimension of the tensor
     found = layer.gradient_errors(context, kept, grads[0], results, errors)
     return [error for error in found if results[error.place] is not None]

@@ -161,38 +161,28 @@ def spec_of(
     return QuantizedTensorSpec(*of, samples, None, kind, has_mask, has_channels)
 
 
-class PermutedSpec(NamedTuple):
-    """The spec of a tensor quantized as one whose dimension order[i] is dimension i of the original."""
+class RearrangedSpec(NamedTuple):
+    """The spec of a tensor that had its dimensions in another order, or another shape, when it was quantized.
 
-    inner: QuantizedTensorSpec
-    order: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        return self.inner.count
-
-    def mapped(self, tensors, function) -> PermutedSpec:
-        return self._replace(inner=mapped(self.inner, tensors, function))
-
-    def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return self.inner.dequantize(tensors, dtype).permute(self.order)
-
-
-class ViewedSpec(NamedTuple):
-    """The spec of a contiguous tensor that has another shape than when it was quantized."""
+    Args:
+        order: dimension order[i] of the quantized tensor is dimension i of the original; None if their order is the same.
+        shape: the shape of the original, which is contiguous, if `order` is None.
+    """
 
     inner: NamedTuple
-    shape: tuple[int, ...]
+    order: tuple[int, ...] | None
+    shape: tuple[int, ...] | None = None
 
     @property
     def count(self) -> int:
         return self.inner.count
 
-    def mapped(self, tensors, function) -> ViewedSpec:
+    def mapped(self, tensors, function) -> RearrangedSpec:
         return self._replace(inner=mapped(self.inner, tensors, function))
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return self.inner.dequantize(tensors, dtype).view(self.shape)
+        values = self.inner.dequantize(tensors, dtype)
+        return values.view(self.shape) if self.order is None else values.permute(self.order)
 
 
 class ComputedSpec(NamedTuple):
@@ -252,7 +242,7 @@ class SavedTensors(NamedTuple):
         return self._replace(spec=mapped(self.spec, self.tensors, used))
 
     def viewed(self, shape: tuple[int, ...]) -> SavedTensors:
-        return self._replace(spec=ViewedSpec(self.spec, shape))
+        return self._replace(spec=RearrangedSpec(self.spec, None, shape))
 
     def tie(self, y: torch.Tensor) -> torch.Tensor:
         """Return y, made to depend on the saved tensors while a compiler traces."""
@@ -277,7 +267,7 @@ def computed_from(
 def products_of(copy: SavedTensors) -> int:
     """Return the number of linear layers that restoring a tensor computes again."""
     spec = copy.spec
-    while isinstance(spec, PermutedSpec | ViewedSpec):
+    while isinstance(spec, RearrangedSpec):
         spec = spec.inner
     return spec.products if isinstance(spec, ComputedSpec) else 0
 
@@ -377,4 +367,4 @@ def in_order(x: torch.Tensor, order: tuple[int, ...], save) -> SavedTensors:
     """Return save(x), in which save gets the dimensions of x in this order."""
     saved = save(x.permute(order))
     back = tuple(map(order.index, range(len(order))))
-    return saved._replace(spec=PermutedSpec(saved.spec, back))
+    return saved._replace(spec=RearrangedSpec(saved.spec, back))

@@ -16,10 +16,12 @@ from torch import Tensor
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.errors import InputError
 from fewbit.functional.activations import relu
+from fewbit.runtime.activations.recomputed import DERIVATIVES
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
 from fewbit.runtime.interop.autocast import with_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import check_tensors
+from fewbit.runtime.ops.torch_functions import FORWARD
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import computed, copies
 from fewbit.runtime.quantizers.quantizer import Quantizer, quantizer_of
@@ -232,18 +234,8 @@ def glu(
     return _GLU.apply(input, dim, quantizer)
 
 
-_FORWARD = {
-    "silu": torch_functional.silu,
-    "gelu": torch_functional.gelu,
-    "gelu_tanh": lambda x: torch_functional.gelu(x, approximate="tanh"),
-    "relu": torch_functional.relu,
-    "identity": lambda x: x,
-}
-_BACKWARD = {
-    "silu": torch.ops.aten.silu_backward,
-    "gelu": torch.ops.aten.gelu_backward,
-    "gelu_tanh": lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh"),
-}
+# The identity of FORWARD copies its input, which is not needed here.
+_FORWARD = {**FORWARD, "identity": lambda x: x}
 
 
 def gated(
@@ -298,7 +290,7 @@ class _Gated(SavingFunction):
         if ctx.needs_input_grad[0]:
             grad_gate = (grad * up).sum_to_size(gate_shape).to(gate_dtype)
             if ctx.activation != "identity":
-                grad_gate = _BACKWARD[ctx.activation](grad_gate, gate)
+                grad_gate = DERIVATIVES[ctx.activation](grad_gate, gate)
         if ctx.needs_input_grad[1]:
             activated = _FORWARD[ctx.activation](gate)
             grad_up = (grad * activated).sum_to_size(up_shape).to(up_dtype)

@@ -28,7 +28,7 @@ TWO_VALUED = frozenset(
 ANY_SCALE = frozenset({"relu_squared", "tanhshrink"})
 """The functions whose derivative is 0 at 0 and grows with |x|, so that no table represents them at all scales."""
 _aten = torch.ops.aten
-_DERIVATIVES = {
+DERIVATIVES = {
     "silu": _aten.silu_backward,
     "gelu": _aten.gelu_backward,
     "gelu_tanh": partial(_aten.gelu_backward, approximate="tanh"),
@@ -89,8 +89,8 @@ class CopiedActivation(SavingFunction):
 
 def times_derivative(grad: Tensor, x: Tensor, function: str, parameters: tuple) -> Tensor:
     """Return grad * f'(x)."""
-    if function in _DERIVATIVES:
-        return _DERIVATIVES[function](grad, x)
+    if function in DERIVATIVES:
+        return DERIVATIVES[function](grad, x)
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         # Given the gradient of a tensor, `torch.autograd.grad` would import sympy, which takes long.

@@ -116,24 +116,14 @@ def saved_by(node) -> Iterator[SavedArgument]:
             has_hooks = getattr(raw, "unpack_hook", None) is not None
             is_own = name.startswith("result")  # torch saves a node's own results detached
             if isinstance(data, torch.Tensor) and not has_hooks:
-                needs_grad, computed = data.requires_grad, is_computed(data)
-                yield SavedArgument(
-                    node, name, number, raw, data, is_own or needs_grad, is_own or computed, None
-                )
+                facts = data, is_own or data.requires_grad, is_own or is_computed(data), None
             elif isinstance(data, Metered):
-                needs_grad, computed = data.needs_grad, data.is_computed
-                yield SavedArgument(
-                    node,
-                    name,
-                    number,
-                    raw,
-                    data.tensor,
-                    is_own or needs_grad,
-                    is_own or computed,
-                    data,
-                )
+                facts = data.tensor, is_own or data.needs_grad, is_own or data.is_computed, data
             elif data is not None:
-                yield SavedArgument(node, name, number, raw, None, False, False, None)
+                facts = None, False, False, None
+            else:
+                continue
+            yield SavedArgument(node, name, number, raw, *facts)
 
 
 def was_changed(node, name: str, members) -> bool:

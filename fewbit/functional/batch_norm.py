@@ -20,7 +20,7 @@ from fewbit.functional.layer_norm import (
     shape_of_channels,
     weighted,
 )
-from fewbit.runtime.format import sums
+from fewbit.runtime.format import layout, sums
 from fewbit.runtime.format.channels import Statistics
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.probes import gradient_errors
@@ -373,7 +373,4 @@ class _SyncBatchNorm(SavingFunction):
 
 def _in_torch_format(x):
     """Return x if it is channels-last, else x in contiguous memory, as torch's layer does."""
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if channels_last is not None and x.is_contiguous(memory_format=channels_last):
-        return x
-    return x.contiguous()
+    return x if layout.is_channels_last(x) else x.contiguous()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.runtime.format import sums
+from fewbit.runtime.format.windows import per_dim
 from fewbit.runtime.interop.autocast import with_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.probes import gradient_errors
@@ -159,26 +160,19 @@ def _convolve(dims, x, weight, bias, settings, quantizer):
     is_text = isinstance(padding, str)
     served = is_differentiated(x, weight, bias) and x.ndim in (dims + 1, dims + 2)
     if is_text:
-        same = padding == "same" and set(_per_dim(stride, dims)) == {1}
+        same = padding == "same" and set(per_dim(stride, dims)) == {1}
         served = served and not transposed and (padding == "valid" or same)
     if not served:
         return _by_torch(dims, x, weight, bias, *settings)
-    stride, dilation = _per_dim(stride, dims), _per_dim(dilation, dims)
-    output_padding = _per_dim(output_padding, dims)
+    stride, dilation = per_dim(stride, dims), per_dim(dilation, dims)
+    output_padding = per_dim(output_padding, dims)
     if is_text:
         x, padding = _padded(x, weight, padding, dilation)
-    settings = stride, _per_dim(padding, dims), dilation, transposed, output_padding, groups
+    settings = stride, per_dim(padding, dims), dilation, transposed, output_padding, groups
     if x.ndim == weight.ndim:
         return _Convolution.apply(x, weight, bias, settings, quantizer)
     # torch, too, treats an unbatched input as a batch of one sample.
     return _Convolution.apply(x.unsqueeze(0), weight, bias, settings, quantizer).squeeze(0)
-
-
-def _per_dim(value, dims: int) -> tuple[int, ...]:
-    if type(value) is tuple and value[dims - 1 :]:  # as the modules pass it
-        return value
-    value = tuple(value) if isinstance(value, list | tuple) else (value,)
-    return value * dims if len(value) == 1 else value
 
 
 def _padded(x, weight, padding: str, dilation):

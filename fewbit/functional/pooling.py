@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fewbit.runtime.format import layout
-from fewbit.runtime.format.windows import Windows
+from fewbit.runtime.format.windows import Windows, per_dim
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.quantizers import copies, integers
@@ -131,7 +131,7 @@ def _may_be_empty(dims, x, dilation) -> bool:
     """Return whether a dilated window may contain no element of the input, so that torch's index is not valid."""
     if x.dim() not in (dims + 1, dims + 2):
         return True  # torch raises an error
-    return any(n < step for n, step in zip(x.shape[-dims:], _per_dim(dilation, dims), strict=True))
+    return any(n < step for n, step in zip(x.shape[-dims:], per_dim(dilation, dims), strict=True))
 
 
 class _MaxPoolFunction(SavingFunction):
@@ -145,8 +145,8 @@ class _MaxPoolFunction(SavingFunction):
             ctx.windows, ctx.arguments = Windows.adaptive(size, out), None
         else:
             kernel, stride, padding, dilation, ceil_mode = arguments
-            kernel, padding, dilation = (_per_dim(n, dims) for n in (kernel, padding, dilation))
-            stride = _per_dim(stride, dims) if stride not in (None, (), []) else kernel
+            kernel, padding, dilation = (per_dim(n, dims) for n in (kernel, padding, dilation))
+            stride = per_dim(stride, dims) if stride not in (None, (), []) else kernel
             ctx.windows = Windows.fixed(size, out, kernel, stride, padding, dilation)
             ctx.arguments = kernel, stride, padding, dilation, ceil_mode
         ctx.out, saved = tuple(y.shape), None
@@ -242,9 +242,9 @@ class _AvgPoolFunction(SavingFunction):
     def forward(ctx, x, dims, arguments):
         y = layout.unviewed(_torch_avg(dims, x, arguments))
         kernel, stride, padding, ceil_mode, count_include_pad, *divisor = arguments
-        kernel = _per_dim(kernel, dims)
-        stride = _per_dim(stride, dims) if stride not in (None, (), []) else kernel
-        windows = _as_2d(dims, kernel, stride, _per_dim(padding, dims))
+        kernel = per_dim(kernel, dims)
+        stride = per_dim(stride, dims) if stride not in (None, (), []) else kernel
+        windows = _as_2d(dims, kernel, stride, per_dim(padding, dims))
         ctx.arguments = *windows, ceil_mode, count_include_pad, *(divisor or (None,))
         ctx.source = _Source.of(x, dims)
         return y
@@ -306,7 +306,7 @@ class _Source(NamedTuple):
     @classmethod
     def of(cls, x, dims: int):
         size = tuple(x.shape)
-        stride = tuple(x.stride() if _is_channels_last(x) else layout.contiguous_stride(size))
+        stride = tuple(x.stride() if layout.is_channels_last(x) else layout.contiguous_stride(size))
         return cls(dims, size, stride, x.dtype)
 
     def gradient(self, name: str, grad, *arguments):
@@ -332,19 +332,6 @@ class _Source(NamedTuple):
         if is_plain(grad) and stride != layout.contiguous_stride(size):
             return backward(grad, torch.empty_strided(size, stride, **kind), *arguments)
         return backward(grad, torch.empty((), **kind).expand(size), *arguments)
-
-
-def _is_channels_last(x) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if x.dim() not in formats or x.is_contiguous():
-        return False
-    return x.is_contiguous(memory_format=formats[x.dim()])
-
-
-def _per_dim(value, dims: int) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list):
-        return (value,) * dims
-    return tuple(value) * dims if len(value) == 1 else tuple(value)
 
 
 def _as_2d(dims: int, *windows):

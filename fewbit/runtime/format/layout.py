@@ -10,6 +10,8 @@ from functools import lru_cache
 
 import torch
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 def is_dense(x: torch.Tensor) -> bool:
     """Return whether x is dense."""
@@ -82,11 +84,16 @@ def result_stride(x: torch.Tensor) -> tuple[int, ...] | None:
         return stride if x.numel() or stride == x.stride() else None
     if not is_dense(x):
         return None
-    return _channels_last_stride(x.shape) if _is_channels_last(x) else x.stride()
+    if x.dim() == 4 and is_channels_last(x):
+        return _channels_last_stride(x.shape)
+    return x.stride()
 
 
-def _is_channels_last(x) -> bool:
-    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+def is_channels_last(x: torch.Tensor) -> bool:
+    """Return whether images or volumes x, (N, C, H, W) or (N, C, D, H, W), are channels-last, and not contiguous too."""
+    if x.dim() not in _CHANNELS_LAST or x.is_contiguous():
+        return False
+    return x.is_contiguous(memory_format=_CHANNELS_LAST[x.dim()])
 
 
 def _channels_last_stride(shape) -> tuple[int, ...]:

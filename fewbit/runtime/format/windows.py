@@ -95,3 +95,12 @@ class Windows(NamedTuple):
 def _longest(size: int, out: int) -> int:
     """Return the length of the longest of `out` adaptive windows."""
     return max([1, *(-(-(o + 1) * size // out) - o * size // out for o in range(out))])
+
+
+def per_dim(value, dims: int) -> tuple[int, ...]:
+    """Return an argument such as the size of a window as one number for each of `dims` dimensions."""
+    if type(value) is tuple and value[dims - 1 :]:  # as the modules pass it
+        return value
+    if not isinstance(value, list | tuple):
+        return (value,) * dims
+    return tuple(value) * dims if len(value) == 1 else tuple(value)

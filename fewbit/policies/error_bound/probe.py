@@ -25,14 +25,13 @@ from fewbit.policies.error_bound.shares import (
     Share,
     channel_weights,
     constraints_of,
-    host_square,
     monitored_norms,
     shares_by_slot,
 )
 from fewbit.runtime.format.distortion import distortion
 from fewbit.runtime.probes import gradient_errors
 from fewbit.runtime.probes.gradient_errors import Cost, ErrorOfGradient
-from fewbit.runtime.probes.norms import is_dense, norm
+from fewbit.runtime.probes.norms import is_dense, norm, squared
 from fewbit.runtime.probes.restoring import with_noise
 from fewbit.runtime.probes.variance_probe import SPREAD, VarianceProbe
 from fewbit.runtime.quantizers.copies import Kept
@@ -72,7 +71,8 @@ class ErrorBoundProbe(VarianceProbe):
             return None
         exact = record.exact() if slot.name in self.monitored else None
         difference = record.errors(exact)
-        errors = _row_squares(difference)
+        rows = difference if difference.dim() > 1 else difference.reshape(-1, 1)
+        errors = gradient_errors.squares(rows, tuple(range(1, rows.dim()))).flatten()
         squares = record.squares().double()
         error2, elements = errors.sum(), difference.numel()
         least = distortion(slot.kind, MAX_BITS) * squares
@@ -177,13 +177,13 @@ class ErrorBoundProbe(VarianceProbe):
     ) -> TensorNorms:
         seen = self.slots[name]
         elements = sum(tensor.elements for tensor in tensors)
-        errors = sum(host_square(host, tensor.error) for tensor in tensors)
+        errors = sum(squared(host, tensor.error) for tensor in tensors)
         squares = sum(host[id(tensor.squares)][0] for tensor in tensors)
         spread = (squares, *[0.0] * (SPREAD - 1))
         has_samples = all(tensor.has_samples for tensor in tensors)
         if has_samples:
             spread = self._spread(host, name)
-        tried = sum(host_square(host, tensor.deviation) * tensor.elements for tensor in tensors)
+        tried = sum(squared(host, tensor.deviation) * tensor.elements for tensor in tensors)
         costs = constraints_of(host, shares, tried / elements)
         return TensorNorms(
             *name,
@@ -206,7 +206,7 @@ class ErrorBoundProbe(VarianceProbe):
         for number, (of_input, of_result) in self._passes.items():
             name, *function = self._calls[number]
             function, v2, grad2 = sums.get(name, (function, 0.0, 0.0))
-            squares = host_square(host, of_input), host_square(host, of_result)
+            squares = squared(host, of_input), squared(host, of_result)
             sums[name] = function, v2 + squares[0], grad2 + squares[1]
         return {
             name: ActivationNorms(name, function, tuple(parameters), v2, grad2)
@@ -249,12 +249,6 @@ def _measured_cost(entries, _):
 
 def _as_tuple(results) -> tuple:
     return results if isinstance(results, tuple) else (results,)
-
-
-def _row_squares(x) -> torch.Tensor:
-    x = x if x.dim() > 1 else x.reshape(-1, 1)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim())), dtype=dtype).double().square()
 
 
 def _are_dense(tensors) -> bool:

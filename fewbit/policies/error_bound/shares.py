@@ -13,6 +13,7 @@ import torch
 
 from fewbit.policies.error_bound.observations import GradientConstraint, MonitoredNorms
 from fewbit.runtime.probes.gradient_errors import Cost, ErrorOfGradient
+from fewbit.runtime.probes.norms import squared
 
 
 @dataclass
@@ -80,7 +81,7 @@ def shares_by_slot(host, calls: list[list[MeasuredGradient]]) -> dict[tuple, lis
 def _shares(host, gradients: list[MeasuredGradient]) -> list[Share]:
     by_place = {}
     for gradient in gradients:
-        error2 = host_square(host, gradient.tensor.error) / gradient.tensor.elements
+        error2 = squared(host, gradient.tensor.error) / gradient.tensor.elements
         cost = gradient.part.finish(
             [host[id(numbers)] for numbers in gradient.part.numbers], error2
         )
@@ -91,7 +92,7 @@ def _shares(host, gradients: list[MeasuredGradient]) -> list[Share]:
     for same_place in by_place.values():
         present = sum(error for *_, error in same_place)
         shares += [
-            Share(gradient, cost, host_square(host, gradient.size) - present, len(same_place))
+            Share(gradient, cost, squared(host, gradient.size) - present, len(same_place))
             for gradient, cost, _ in same_place
         ]
     return shares
@@ -101,9 +102,7 @@ def monitored_norms(host, shares: list[Share]) -> tuple[MonitoredNorms, ...]:
     """Return the squared norms of the gradients that have `exact`."""
     gradients = [share.found for share in shares if share.found.exact is not None]
     return tuple(
-        MonitoredNorms(
-            gradient.label, host_square(host, gradient.size), host_square(host, gradient.exact)
-        )
+        MonitoredNorms(gradient.label, squared(host, gradient.size), squared(host, gradient.exact))
         for gradient in gradients
     )
 
@@ -124,7 +123,7 @@ def constraints_of(
         first2 = second2 = 0.0
         channels = []
         for share in alike:
-            deviation2 = host_square(host, share.found.tensor.deviation)
+            deviation2 = squared(host, share.found.tensor.deviation)
             ratio = deviation2 / tried if tried > 0 else 1.0
             first2 += share.slots * ratio * share.cost.first**2
             second2 += share.slots * (ratio * share.cost.second) ** 2
@@ -162,9 +161,3 @@ def channel_weights(costs: list[tuple[GradientConstraint, list[float] | None]]) 
     if max(weights) - min(weights) <= 1e-9 * mean:
         return None
     return tuple(weight / mean for weight in weights)
-
-
-def host_square(host, number) -> float:
-    """Return the square of the 0-D tensor `number`, read from `host`."""
-    (value,) = host[id(number)]
-    return value * value

@@ -20,7 +20,6 @@ import fewbit
 from fewbit import schema
 from fewbit.catalog.verification import recompute_error
 from fewbit.errors import FewbitError, FunctionError, OutputExistsError, TableError, WeightError
-from fewbit.policies.error_bound.table_errors import largest_table_error
 from fewbit.table import (
     Knots,
     Table,
@@ -604,8 +603,6 @@ def test_names_in_a_document_lead_to_no_import_and_no_call(name, monkeypatch):
     assert "f'" not in sketch(table)
     with pytest.raises(FunctionError, match="fewbit has no function"):
         recompute_error(table)
-    with pytest.raises(FunctionError, match="expected a table of a function that fewbit has"):
-        largest_table_error(table, -1.0, 1.0)
     weighted = make(function="tanh", weight={"kind": "callable", "name": name})
     with pytest.raises(WeightError, match=f"expected the callable {name} itself"):
         recompute_error(weighted)

@@ -1,6 +1,6 @@
 """The division of a budget of bits among tensors: the optimization problem (10) of the paper ActNN (section 4.2).
 
-    min  sum_i  v_i(b_i)     such that     sum_i  d_i b_i <= budget,   least <= b_i <= most
+    min  sum_i  v_i(b_i)     such that     sum_i  d_i b_i <= budget,   1 <= b_i <= 8
 
 Tensor i has d_i elements, and rounding it to b bits adds the variance v_i(b) to the gradient.
 """
@@ -16,10 +16,10 @@ _LARGE = 16
 """A tensor is large if it has more than this share of all elements: one in `_LARGE`."""
 
 
-def allocate(variances, elements, budget: int, least=MIN_BITS, most=MAX_BITS):
+def allocate(variances, elements, budget: int):
     """Return the bits of each tensor, (n,) uint8, by ActNN's greedy algorithm, in O(n log n).
 
-    All tensors start at `most` bits. In each step the tensor whose variance rises least per element loses a bit, until
+    All tensors start at 8 bits. In each step the tensor whose variance rises least per element loses a bit, until
     the budget is met. Bits that are left over go to the tensors whose variance falls most. Since one bit of a large
     tensor may be much more than the budget needs, the algorithm also runs with each number of bits of one large tensor.
 
@@ -27,11 +27,9 @@ def allocate(variances, elements, budget: int, least=MIN_BITS, most=MAX_BITS):
         variances: (n, 8) finite floats, 0 or more: [i, b - 1] is the variance that rounding tensor i to b bits adds.
         elements: (n,) integers, 0 or more.
         budget: the number of bits of all elements together.
-        least: the fewest bits per element.
-        most: the most bits per element.
 
     Raises:
-        InputError: an argument is not as described, or the budget is below least * sum(elements).
+        InputError: an argument is not as described, or the budget is below sum(elements).
     """
     variances = np.ascontiguousarray(variances, dtype=np.float64)
     elements = np.ascontiguousarray(elements, dtype=np.int64)
@@ -45,22 +43,20 @@ def allocate(variances, elements, budget: int, least=MIN_BITS, most=MAX_BITS):
         raise InputError(f"expected finite variances of 0 or more, got {variances[~is_good][0]}")
     if (elements < 0).any():
         raise InputError(f"expected numbers of elements of 0 or more, got {elements.min()}")
-    if not 1 <= least <= most <= 8:
-        raise InputError(f"expected 1 <= least <= most <= 8, got {least} and {most}")
     total = int(elements.sum())
-    if budget < least * total:
+    if budget < MIN_BITS * total:
         raise InputError(
-            f"expected a budget from {least * total} to {most * total} bits for {total} elements, "
+            f"expected a budget from {MIN_BITS * total} to {MAX_BITS * total} bits for {total} elements, "
             f"got {budget}"
         )
-    budget = min(int(budget), most * total)
-    best = _allocate(variances, elements, budget, least, most)
+    budget = min(int(budget), MAX_BITS * total)
+    best = _allocate(variances, elements, budget)
     for large in np.flatnonzero(elements * _LARGE > total):
         others = np.delete(variances, large, 0), np.delete(elements, large)
-        for bits in range(least, most + 1):
+        for bits in range(MIN_BITS, MAX_BITS + 1):
             left = budget - bits * elements[large]
-            if left >= least * others[1].sum():
-                found = np.insert(_allocate(*others, left, least, most), large, bits)
+            if left >= MIN_BITS * others[1].sum():
+                found = np.insert(_allocate(*others, left), large, bits)
                 best = min(best, found, key=lambda each: variance(variances, each))
     return best
 
@@ -71,7 +67,7 @@ def variance(variances, bits) -> float:
     return float(np.take_along_axis(np.asarray(variances), column, 1).sum())
 
 
-def _allocate(variances, elements, budget, least, most):
+def _allocate(variances, elements, budget, least=MIN_BITS, most=MAX_BITS):
     try:
         from fewbit import _kernels
     except ImportError:

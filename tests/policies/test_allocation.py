@@ -110,7 +110,6 @@ def test_close_to_the_optimum(average, kind, most):
     (([[1.0] * 8, [np.nan] * 8], [3, 3], 9), "finite variances"),
     (([[1.0] * 8, [-1.0] * 8], [3, 3], 9), "finite variances of 0 or more, got -1"),
     (([[1.0] * 8], [-3], 9), "0 or more, got -3"),
-    (([[1.0] * 8], [3], 9, 0, 8), "1 <= least <= most <= 8"),
     (([[1.0] * 8], [10], 9), "a budget from 10 to 80 bits for 10 elements, got 9"),
 ])  # fmt: skip
 def test_bad_input(arguments, message):

@@ -75,15 +75,10 @@ class BitChoice(NamedTuple):
     constraint: ConstraintEstimate | None = None
 
 
-class Choices(NamedTuple):
-    """The choices for all slots, and the bits of all activations' tables."""
-
-    slots: Mapping[tuple[str, int], BitChoice]
-    activations: Mapping[str, int]
-
-
-def choose(knowledge: BoundKnowledge, bound: ErrorBound, given: Mapping[str, int]) -> Choices:
-    """Return the choices that follow from the knowledge; `given` has the bits of activations that the user gave.
+def choose(
+    knowledge: BoundKnowledge, bound: ErrorBound, given: Mapping[str, int]
+) -> tuple[dict[tuple[str, int], BitChoice], dict[str, int]]:
+    """Return ({slot: choice}, {activation: bits of its table}); activations in `given` have bits that the user gave.
 
     Raises:
         FewbitError: there is no table for an activation.
@@ -98,7 +93,7 @@ def choose(knowledge: BoundKnowledge, bound: ErrorBound, given: Mapping[str, int
         for name, activation in knowledge.activations.items()
         if name not in given and is_known(activation.function, activation.parameters)
     }
-    return Choices(slots, activations)
+    return slots, activations
 
 
 def choose_bits(slot: TensorEstimate, bound: ErrorBound) -> BitChoice:

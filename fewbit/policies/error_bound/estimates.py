@@ -136,7 +136,7 @@ class TensorEstimate(Record):
         alike = [spread for spread in self.spreads if len(spread) == parts]
         combined = max if window == "max" else mean
         squares = [combined(values) for values in zip(*alike, strict=True)]
-        return least_average(squares, self.samples, self.samples or 1, dx2, self.quantizer)
+        return least_average(squares, self.samples, dx2, self.quantizer)
 
     def pairs(self, is_exact: bool = False) -> tuple[Pair, Pair]:
         """Return the sums of the `Pair`s of parameters' and of all gradients; without errors if `is_exact`."""

@@ -50,14 +50,14 @@ def polynomial_error(allowed: float, first: float, second: float) -> float:
     return dx * dx
 
 
-def least_average(squares, samples: int, elements: int, limit: float, kind: str) -> float | None:
+def least_average(squares, samples: int, limit: float, kind: str) -> float | None:
     """Return the lowest average number of bits with which the mean squared error is at most `limit`, or None.
 
-    `squares` has one number for each part of `sizes(samples)`, in rising order. Without `samples`, all elements have
-    the same whole number of bits.
+    `squares` has the mean squares_n of each part of `sizes(samples)`, divided by the number of elements of a sample, in
+    rising order. Without `samples`, the tensor counts as one sample.
     """
     parts, noise = sizes(samples), _noise(kind)
-    allowed = limit * elements
+    allowed = limit * sum(parts)
     error = noise[0] * sum(size * square for size, square in zip(parts, squares, strict=False))
     total = MIN_BITS * sum(parts)
     steps = [

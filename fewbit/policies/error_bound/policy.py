@@ -148,11 +148,10 @@ class ErrorBoundPolicy(ProbingPolicy):
 
     def adopt(self, knowledge: BoundKnowledge) -> None:
         """See `ProbingPolicy.adopt`."""
-        choices = choose(knowledge, self.bound, self.given)
+        self.choices, self.activations = choose(knowledge, self.bound, self.given)
         self.knowledge = knowledge
-        self.choices, self.activations = choices.slots, choices.activations
         self.averages = {
-            name: made.average for name, made in choices.slots.items() if made.average is not None
+            name: made.average for name, made in self.choices.items() if made.average is not None
         }
         self._channel_weights = {
             layer: ChannelWeights(slot.weights)
@@ -166,7 +165,7 @@ class ErrorBoundPolicy(ProbingPolicy):
                 self.bound,
                 self._stats.setdefault(name, PayloadStats()),
             )
-            for name, made in choices.slots.items()
+            for name, made in self.choices.items()
             if made.average is None
         }
 

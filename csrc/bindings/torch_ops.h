@@ -197,12 +197,12 @@ class Ops {
     stack[0] = out.release();
   }
 
-  // anchor(Tensor packed) -> Tensor
+  // anchor(Tensor kept) -> Tensor
   static void anchor(Value* stack, uint64_t inputs, uint64_t) {
     Arguments arguments(stack, inputs, "t");
-    const Borrowed packed(stack[0]);
-    if (!device_.load() || packed->buffer().device >= 0) return arguments.pass_to("fewbit::anchor_in_python");
-    OpTensor one = OpTensor::empty(*packed, {}, dtype_of(static_cast<int>(DType::float32)));
+    const Borrowed kept(stack[0]);
+    if (!device_.load() || kept->buffer().device >= 0) return arguments.pass_to("fewbit::anchor_in_python");
+    OpTensor one = OpTensor::empty(*kept, {}, dtype_of(static_cast<int>(DType::float32)));
     *reinterpret_cast<float*>(one.buffer().address) = 1;
     stack[0] = one.release();
   }

@@ -20,7 +20,7 @@ from fewbit.runtime.format.tensor_checks import FLOATING
 from fewbit.runtime.interop.compiler_tracing import constant
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_plain
-from fewbit.runtime.ops import activation_ops, dense_ops
+from fewbit.runtime.ops import activation_ops, dense_ops, traced_copies
 from fewbit.runtime.quantizers import computed
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
@@ -170,7 +170,7 @@ def _drawn(x, p, kind, features, inplace, plain):
     if plain:
         packed = activation_ops.encode(noise, Encoding.parse(mask_text(1.0)), None)
     else:
-        packed, one = activation_ops.encode_kept_op(noise, mask_text(1.0), noise.stride())
+        packed, one = traced_copies.encode_kept_op(noise, mask_text(1.0), noise.stride())
         one = None if is_abstract(x) else one
     shift = None
     if kind == "alpha":

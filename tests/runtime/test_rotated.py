@@ -177,7 +177,7 @@ def test_layers_refuse_large_groups():
 def copied_by_ops(x, seed, bits, group_size):
     """Return the saved tensors of a rotated copy and the values that the ops dequantize from it."""
     stride = layout.by_sample_stride(x)
-    packed, ranges, *_ = traced_copies.quantize_op(x, stride, seed, bits, group_size, "rotated")
+    packed, ranges, *_ = traced_copies.quantize(x, stride, seed, bits, group_size, "rotated")
     place = bits, group_size, x.shape, stride, x.dtype, "rotated"
     return packed, ranges, traced_copies.dequantize(packed, ranges, *place)
 
@@ -199,7 +199,7 @@ def test_fake_tensors_have_the_same_sizes(backend, shape):
 def test_opcheck_of_rotated_copies(backend):
     x, seed = inputs((5, 70), torch.float32).to(backend.device), torch.tensor([3])
     seed, checks = seed.to(backend.device), ("test_schema", "test_faketensor")
-    arguments = x, [70, 1], seed, 3, 64, "rotated"
+    arguments = x, seed, 3, 64, "rotated"
     torch.library.opcheck(traced_copies.quantize_op, arguments, test_utils=checks)
     packed, *_ = traced_copies.quantize_op(*arguments)
     torch.library.opcheck(dense_ops.anchor_op, (packed,), test_utils=checks)

@@ -13,7 +13,7 @@ from fewbit.errors import GradientError
 from fewbit.runtime.activations import recomputed
 from fewbit.runtime.format import layout
 from fewbit.runtime.interop.tensor_kinds import is_abstract, is_plain
-from fewbit.runtime.ops import activation_ops, library
+from fewbit.runtime.ops import activation_ops, library, traced_copies
 from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 from fewbit.runtime.quantizers import computed, copies
 from fewbit.runtime.saved import offload
@@ -114,7 +114,7 @@ class Traceable(Function):
     def forward(x, function, encoding, seed):
         # Multiplying by `one` makes f(x) depend on the codes. Otherwise the compiler's partitioner would save x and make the
         # codes in the backward pass. For fake tensors outside of a compiler, it would only take memory.
-        packed, one = activation_ops.encode_kept_op(x, encoding, layout.dense_stride(x), seed)
+        packed, one = traced_copies.encode_kept_op(x, encoding, layout.dense_stride(x), seed)
         y = function(x)
         return (y if is_abstract(x) else y * one), packed
 

@@ -1,7 +1,6 @@
 """The torch ops of few-bit activations, and their implementations, which eager mode calls without the dispatcher.
 
     encode(x, encoding, stride, seed) -> packed codes
-    encode_kept(x, encoding, stride, seed) -> packed codes, one (a trace anchor)
     decode_mul(grad, packed, encoding, stride) -> lut[code] * grad, with the strides `stride`
 
 An encoding is passed as text, so that an exported program needs nothing but these ops (docs/decisions/0004).
@@ -15,12 +14,7 @@ from torch.library import register_fake
 from fewbit.runtime import backends
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding, packed_words
-from fewbit.runtime.ops.library import (
-    define,
-    refuse_second_derivative,
-    run_by_example,
-    save_results,
-)
+from fewbit.runtime.ops.library import define, refuse_second_derivative, run_by_example
 from fewbit.runtime.ops.torch_functions import CONTIGUOUS, FORWARD, IN_PLACE, OTHER_STRIDES
 
 MASKING = ("relu",)
@@ -133,10 +127,6 @@ def _decode_mul(grad, packed, encoding, stride):
 encode_op = define(
     "encode(Tensor x, str encoding, SymInt[] stride, Tensor? seed=None) -> Tensor", _encode
 )
-encode_kept_op = define(
-    "encode_kept(Tensor x, str encoding, SymInt[] stride, Tensor? seed=None) -> (Tensor, Tensor)",
-    lambda x, *how: (_encode(x, *how), x.new_ones(())),
-)
 decode_mul_op = define(
     "decode_mul(Tensor grad, Tensor packed, str encoding, SymInt[] stride) -> Tensor", _decode_mul
 )
@@ -147,17 +137,11 @@ def _(x, encoding, stride, seed=None):
     return x.new_empty(packed_words(x.numel(), Encoding.parse(encoding).bits), dtype=torch.int32)
 
 
-@register_fake("fewbit::encode_kept")
-def _(x, encoding, stride, seed=None):
-    return encode_op(x, encoding, stride, seed), x.new_empty(())
-
-
 @register_fake("fewbit::decode_mul")
 def _(grad, packed, encoding, stride):
     return torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device)
 
 
-save_results(encode_kept_op)
 refuse_second_derivative(decode_mul_op)
-for _op in (encode_op, encode_kept_op, decode_mul_op):
+for _op in (encode_op, decode_mul_op):
     run_by_example(_op)

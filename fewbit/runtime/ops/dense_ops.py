@@ -4,7 +4,7 @@
     quantize_by_channels(x, seed, bits, group_size, count) -> packed and ranges of a rotated copy, statistics
     dequantize_dense(packed, ranges, bits, group_size, samples, features, dtype, kind) -> the values, (samples, features)
     dequantize_by_channels(packed, ranges, bits, group_size, samples, features, dtype, statistics) -> the same
-    anchor(packed) -> the number 1, () float32, so that what is multiplied by it depends on packed (docs/decisions/0004)
+    anchor(kept) -> the number 1, () float32 (traced_copies.py)
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
     pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
 
@@ -24,7 +24,7 @@ from fewbit.config import KIND_NUMBERS, ROTATED
 from fewbit.runtime import backends
 from fewbit.runtime.format.encoding import Encoding, mask_text, packed_words
 from fewbit.runtime.ops import activation_ops, quantizer_ops
-from fewbit.runtime.ops.library import define
+from fewbit.runtime.ops.library import define, run_by_example
 
 _STEP = Encoding.parse(mask_text(1.0))
 _KINDS = {number: kind for kind, number in KIND_NUMBERS.items()}
@@ -72,8 +72,8 @@ def _dequantize_by_channels(packed, ranges, bits, group_size, samples, features,
     return _dequantize(packed, ranges, *settings, statistics.contiguous())
 
 
-def _anchor(packed):
-    return packed.new_ones((), dtype=torch.float32)
+def _anchor(kept):
+    return kept.new_ones((), dtype=torch.float32)
 
 
 def _pack_mask(mask):
@@ -104,7 +104,7 @@ dequantize_dense_op = _define(f"dequantize_dense({_COPY}, int kind) -> Tensor", 
 dequantize_by_channels_op = _define(
     f"dequantize_by_channels({_COPY}, Tensor statistics) -> Tensor", _dequantize_by_channels
 )
-anchor_op = _define("anchor(Tensor packed) -> Tensor", _anchor)
+anchor_op = _define("anchor(Tensor kept) -> Tensor", _anchor)
 pack_op = _define(
     "pack(Tensor codes, int bits) -> Tensor",
     lambda codes, bits: backends.of(codes).pack(codes.contiguous().view(-1), bits),
@@ -136,8 +136,8 @@ def _(packed, ranges, bits, group_size, samples, features, dtype, _):
 
 
 @register_fake("fewbit::anchor")
-def _(packed):
-    return packed.new_empty((), dtype=torch.float32)
+def _(kept):
+    return kept.new_empty((), dtype=torch.float32)
 
 
 @register_fake("fewbit::pack")
@@ -158,3 +158,6 @@ def _(mask):
 @register_fake("fewbit::unpack_mask")
 def _(packed, n, *, dtype):
     return packed.new_empty(n, dtype=dtype)
+
+
+run_by_example(anchor_op)

@@ -10,7 +10,6 @@ from torch.library import Library, register_autograd, register_vmap
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fewbit.errors import GradientError
-from fewbit.runtime.interop.tensor_kinds import check_not_distributed
 
 LIBRARY = Library("fewbit", "DEF")
 # With needs_exact_strides a compiler mostly passes inputs with the strides at tracing time, which saves a copy in the
@@ -61,17 +60,6 @@ def saved_when_partitioned():
         yield
     finally:
         meta.pop("recompute", None)
-
-
-def save_results(op) -> None:
-    """Make autograd not differentiate an op, and make a compiler save its results for the backward pass."""
-
-    def call(*arguments):
-        check_not_distributed(*arguments)
-        with torch._C._AutoDispatchBelowAutograd(), saved_when_partitioned():
-            return op(*arguments)
-
-    LIBRARY.impl(op.name(), call, "Autograd")
 
 
 def run_by_example(op) -> None:

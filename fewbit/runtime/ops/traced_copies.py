@@ -1,8 +1,12 @@
-"""Copies in code that a compiler traces. They become ops on contiguous tensors (`dense_ops.py`), which need no Python.
+"""What layers save in code that a compiler traces: ops that stand for the ops of a copy, whose results the compiler saves.
 
-    quantize(x, stride, seed, bits, group_size, kind, channels) -> packed, ranges, numbers of channels, one (trace anchor)
+    quantize(x, seed, bits, group_size, kind, channels) -> packed, ranges, numbers of channels, anchor
+    encode_kept(x, encoding, stride, seed) -> packed codes, anchor
+    pack_kept(values, bits) -> packed, anchor
+    narrow_kept(values, dtype) -> values in the dtype, anchor
 
-The strides of x when it is traced define the order of its elements, with samples outermost.
+Where strides matter, they are those of the trace: at run time, a compiler may pass a tensor with others. A layer multiplies its
+result by the *anchor*, the number 1, so that the result depends on what is saved (docs/decisions/0004).
 """
 
 from __future__ import annotations
@@ -12,51 +16,75 @@ import torch
 from fewbit.config import KIND_NUMBERS
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.interop.tensor_kinds import check_not_distributed
-from fewbit.runtime.ops import dense_ops
+from fewbit.runtime.ops import activation_ops, dense_ops
 from fewbit.runtime.ops.library import define, saved_when_partitioned
 
 
-def _quantize(x, stride, seed, bits, group_size, kind, channels=0):
-    check_not_distributed(x, seed)
-    with torch._C._AutoDispatchBelowAutograd():
-        x = x.detach().permute(_order(x.shape, stride))
-        statistics = x.new_empty((0, 2), dtype=torch.bfloat16)
-        with saved_when_partitioned():
-            if channels:
-                how = bits, group_size, channels
-                packed, ranges, statistics = dense_ops.quantize_by_channels_op(x, seed, *how)
-            else:
-                how = bits, group_size, KIND_NUMBERS[kind]
-                packed, ranges = dense_ops.quantize_dense_op(x, seed, *how)
-            anchor = dense_ops.anchor_op(packed)
-    return packed, ranges, statistics, anchor
+def _define(schema, implementation):
+    """Define an op that returns what `implementation` returns, a tuple, and an anchor."""
+
+    def call(*arguments):
+        check_not_distributed(*arguments)
+        with torch._C._AutoDispatchBelowAutograd(), saved_when_partitioned():
+            kept = implementation(*arguments)
+            return *kept, dense_ops.anchor_op(kept[0])
+
+    return define(schema, call, "CompositeImplicitAutograd")
 
 
-quantize_op = define(
-    "quantize(Tensor x, SymInt[] stride, Tensor seed, int bits, int group_size, str kind, SymInt channels=0) "
+def _quantize(x, seed, bits, group_size, kind, channels=0):
+    if channels:
+        return dense_ops.quantize_by_channels_op(x, seed, bits, group_size, channels)
+    packed, ranges = dense_ops.quantize_dense_op(x, seed, bits, group_size, KIND_NUMBERS[kind])
+    return packed, ranges, ranges.new_empty((0, 2))
+
+
+def _pack(values, bits):
+    return (dense_ops.pack_op(values.to(torch.uint8), bits),)
+
+
+def _narrow(values, dtype):
+    # An op may not return its input.
+    return (values.to(dtype, memory_format=torch.contiguous_format, copy=True),)
+
+
+quantize_op = _define(
+    "quantize(Tensor x, Tensor seed, int bits, int group_size, str kind, SymInt channels=0) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _quantize,
-    "CompositeImplicitAutograd",
 )
+encode_kept_op = _define(
+    "encode_kept(Tensor x, str encoding, SymInt[] stride, Tensor? seed=None) -> (Tensor, Tensor)",
+    lambda *arguments: (activation_ops.encode_op(*arguments),),
+)
+pack_kept_op = _define("pack_kept(Tensor values, int bits) -> (Tensor, Tensor)", _pack)
+narrow_kept_op = _define(
+    "narrow_kept(Tensor values, ScalarType dtype) -> (Tensor, Tensor)", _narrow
+)
+
+
+def quantize(x, stride, seed, bits, group_size, kind, channels=0):
+    """Return the results of `quantize_op` for x in storage order, which `stride` defines, with samples outermost."""
+    x = x.detach().permute(_by_sample_order(x.shape, stride))
+    return quantize_op(x, seed, bits, group_size, kind, channels)
 
 
 def dequantize(
     packed, ranges, bits, group_size, size, stride, dtype, kind, statistics=None
 ) -> torch.Tensor:
-    """Return the values of a copy that `quantize_op` has made; `statistics` are the numbers of channels, or None."""
+    """Return the values of a copy that `quantize` has made; `statistics` are the numbers of channels, or None."""
     settings = bits, group_size, *groups.samples_of(size), dtype
     if statistics is None:
         settings = *settings, KIND_NUMBERS[kind]
         values = dense_ops.dequantize_dense_op(packed, ranges, *settings)
     else:
         values = dense_ops.dequantize_by_channels_op(packed, ranges, *settings, statistics)
-    order = _order(size, stride)
+    order = _by_sample_order(size, stride)
     values = values.view([size[dim] for dim in order])
     return values.permute([order.index(dim) for dim in range(len(order))])
 
 
-def _order(shape, stride) -> list[int]:
-    """Return the dimensions in storage order, the first one outermost."""
+def _by_sample_order(shape, stride) -> list[int]:
     if tuple(stride) == layout.contiguous_stride(shape):
         return list(range(len(shape)))
     return [0, *(dim for dim in layout.outermost_first(shape, stride) if dim)]

@@ -50,7 +50,7 @@ def quantized(
         tensors = (*tensors, normalize.channels) if channels else tensors
     else:
         settings = bits, group_size, kind, channels
-        tensors = traced_copies.quantize_op(x, stride, seed_on(x.device, seed), *settings)
+        tensors = traced_copies.quantize(x, stride, seed_on(x.device, seed), *settings)
         tensors = tensors[: 3 if channels else 2]
     spec = QuantizedTensorSpec(bits, group_size, tuple(x.shape), stride, x.dtype, kind=kind)
     return SavedTensors(tuple(tensors), spec._replace(has_channels=channels > 0))

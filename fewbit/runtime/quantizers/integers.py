@@ -6,14 +6,11 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from torch.library import register_fake
 
 from fewbit.runtime import backends
 from fewbit.runtime.format import layout
-from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.interop.tensor_kinds import is_abstract, is_plain
-from fewbit.runtime.ops import dense_ops
-from fewbit.runtime.ops.library import define, save_results
+from fewbit.runtime.ops import dense_ops, traced_copies
 from fewbit.runtime.quantizers.spec import SavedTensors
 from fewbit.runtime.saved import offload
 
@@ -82,7 +79,10 @@ def pack(values: torch.Tensor, count: int) -> SavedTensors:
         packed = _pack(layout.dense(values), bits, count)
         offload.mark(packed)
         return SavedTensors((packed,), spec)
-    packed, one = pack_kept_op(values, bits, count, spec.stride)
+    if bits > MOST_BITS:
+        packed, one = traced_copies.narrow_kept_op(_flat(values), dtype_of(count))
+    else:
+        packed, one = traced_copies.pack_kept_op(_flat(values), bits)
     return SavedTensors((packed,), spec, None if is_abstract(values) else one)
 
 
@@ -95,12 +95,9 @@ def narrow(values: torch.Tensor, count: int) -> SavedTensors:
         narrowed = values.to(dtype)
         offload.mark(narrowed)
         return SavedTensors((narrowed,), NarrowIntegersSpec(values.dtype))
-    narrowed, one = narrow_kept_op(values, dtype)
+    narrowed, one = traced_copies.narrow_kept_op(values, dtype)
     tie = None if is_abstract(values) else one
     return SavedTensors((narrowed,), NarrowIntegersSpec(values.dtype), tie)
-
-
-# -- ops -------------------------------------------------------------------------------------------
 
 
 def _pack(values, bits, count):
@@ -110,40 +107,8 @@ def _pack(values, bits, count):
     return backends.of(values).pack(flat.to(torch.uint8), bits)
 
 
-def _one(values):
-    return values.new_ones((), dtype=torch.float32)
-
-
-pack_kept_op = define(
-    "pack_kept(Tensor values, int bits, int count, SymInt[] stride) -> (Tensor, Tensor)",
-    lambda values, bits, count, stride: (
-        _pack(layout.with_stride(values, stride), bits, count),
-        _one(values),
-    ),
-)
-narrow_kept_op = define(
-    "narrow_kept(Tensor values, ScalarType dtype) -> (Tensor, Tensor)",
-    # The result is contiguous, so that its strides do not depend on the input's strides. It is always a copy, because
-    # an op must not return its input.
-    lambda values, dtype: (
-        values.to(dtype, memory_format=torch.contiguous_format, copy=True),
-        _one(values),
-    ),
-)
-
-
-@register_fake("fewbit::pack_kept")
-def _(values, bits, count, stride):
-    if bits > MOST_BITS:
-        return values.new_empty(values.numel(), dtype=dtype_of(count)), _one(values)
-    return values.new_empty(packed_words(values.numel(), bits), dtype=torch.int32), _one(values)
-
-
-@register_fake("fewbit::narrow_kept")
-def _(values, dtype):
-    like = {"dtype": dtype, "memory_format": torch.contiguous_format}
-    return torch.empty_like(values, **like), _one(values)
-
-
-save_results(pack_kept_op)
-save_results(narrow_kept_op)
+def _flat(values):
+    """Return the elements in the order of a dense tensor's memory, as views that a compiler can trace."""
+    return values.permute(
+        layout.outermost_first(values.shape, layout.dense_stride(values))
+    ).reshape(-1)

@@ -414,7 +414,7 @@ class Quantizer:
         bits = min(self.bits_of(slot) + extra_bits, MAX_BITS)
         spec = self._spec(x, bits, kind)._replace(has_channels=bool(channels))
         settings = bits, self.group_size, kind, channels
-        made = traced_copies.quantize_op(x, spec.stride, library.new_seed(x), *settings)
+        made = traced_copies.quantize(x, spec.stride, library.new_seed(x), *settings)
         tensors = tuple(made[: 3 if channels else 2])
         return SavedTensors(tensors, spec, None if is_abstract(x) else made[-1])
 

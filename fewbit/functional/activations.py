@@ -18,7 +18,6 @@ from fewbit.functional.prelu import RandomSlopes
 from fewbit.runtime.activations.apply import (
     apply,
     apply_callable,
-    check_inplace,
     needs_grad,
     refuse_dtype,
 )
@@ -27,6 +26,7 @@ from fewbit.runtime.activations.tables import check_choice
 from fewbit.runtime.format.tensor_checks import FLOATING
 from fewbit.runtime.interop.random_replay import can_replay
 from fewbit.runtime.interop.tensor_kinds import is_plain
+from fewbit.runtime.saved.saving_function import may_overwrite
 from fewbit.table import Table
 
 __all__ = [
@@ -156,10 +156,13 @@ def rrelu(
     torch.compile, during the capture of a CUDA graph, on other devices), torch's own function runs.
     """
     if training:
-        if bits is None or not needs_grad(input) or not can_replay(input):
+        if (
+            bits is None
+            or not needs_grad(input)
+            or not can_replay(input)
+            or (inplace and not may_overwrite(input))
+        ):
             return torch.nn.functional.rrelu(input, lower, upper, training=True, inplace=inplace)
-        if inplace:
-            check_inplace(input, "rrelu", True)
         return RandomSlopes.apply(input, lower, upper, inplace)
     return apply(input, "rrelu", (lower, upper), bits, table, inplace)
 

@@ -23,7 +23,7 @@ from fewbit.runtime.interop.tensor_kinds import check_tensors, is_abstract, is_p
 from fewbit.runtime.ops import activation_ops, dense_ops, traced_copies
 from fewbit.runtime.quantizers import computed
 from fewbit.runtime.saved import offload
-from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
+from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated, may_overwrite
 from fewbit.runtime.saved.sharing import place_of
 
 __all__ = [
@@ -109,19 +109,7 @@ def _needs_mask(x, p, training, inplace) -> bool:
         return False
     if x.dtype not in FLOATING or x.layout is not torch.strided or not x.numel():
         return False
-    return not inplace or _may_overwrite(x)
-
-
-def _may_overwrite(x) -> bool:
-    """Return whether autograd allows writing to x. If not, torch's own call raises an error."""
-    if torch.compiler.is_compiling():
-        return True
-    if x.is_leaf or layout.overlaps(x):
-        return False
-    if not x._is_view():
-        return True
-    allowed = torch._C._autograd.CreationMeta.DEFAULT
-    return not x._base.is_leaf and torch._C._autograd._get_creation_meta(x) == allowed
+    return not inplace or may_overwrite(x)
 
 
 class _Dropout(SavingFunction):

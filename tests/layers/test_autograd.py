@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 import fewbit.functional as F
-from fewbit.errors import InputError
 
 SOME = [GELU, RELU, *[sample for sample in SMOOTH if sample.function in ("silu", "elu")]]
 INPLACE = [sample for sample in ACTIVATIONS if sample.inplace]
@@ -114,16 +113,16 @@ def test_inplace_refusals_come_before_anything_is_written(sample, device):
     x = leaf((9,), device)
     before = x.detach().clone()
     for wrong in (x, x[2:], x.view(3, 3)):
-        if wrong is x:
-            with pytest.raises(InputError, match="not a leaf which requires grad for inplace=True"):
-                sample(wrong, inplace=True)
-        else:
-            with pytest.raises((InputError, RuntimeError), match="leaf"):
-                sample(wrong, inplace=True)
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            sample(wrong, inplace=True)
         assert same(x, before) and x._version == 0
     overlapping = (x * 1.0).expand(4, 9)
     start = overlapping.detach().clone()
-    with pytest.raises(InputError, match="elements lie apart for inplace=True"):
+    if sample.function == "threshold":  # torch's function computes the result without an error
+        y = sample(overlapping, inplace=True)
+        assert y.data_ptr() == overlapping.data_ptr() and same(y, sample.torch(start))
+        return
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
         sample(overlapping, inplace=True)
     assert same(overlapping, start)
 
@@ -153,22 +152,22 @@ def _made_without_gradients(x):
         return x[1:]
 
 
-SEVERAL = "one of several views that one function returned"
+SEVERAL = "the output of a function that returns multiple views"
 REFUSED_VIEWS = {
     "chunk": (lambda x: x.chunk(2)[0], SEVERAL),
     "split": (lambda x: x.split(2)[1], SEVERAL),
     "unbind": (lambda x: x.unbind(0)[0], SEVERAL),
-    "Function": (Viewed.apply, "a view that the autograd Function Viewed returned"),
-    "no_grad": (_made_without_gradients, r"a view that was made in torch.no_grad\(\)"),
+    "Function": (Viewed.apply, "Viewed is a view and is being modified inplace"),
+    "no_grad": (_made_without_gradients, "view was created in no_grad mode"),
 }
 
 
 @pytest.mark.parametrize(("view", "reason"), REFUSED_VIEWS.values(), ids=REFUSED_VIEWS)
 def test_inplace_on_a_view_that_torch_refuses_too(device, view, reason):
-    for relu, error in ((torch_f.relu, RuntimeError), (F.relu, InputError)):
+    for relu in (torch_f.relu, F.relu):
         x = view(leaf((6, 8), device) * 1.0)
         start = x.detach().clone()
-        with pytest.raises(error, match=reason if relu is F.relu else None):
+        with pytest.raises(RuntimeError, match=reason):
             relu(x, inplace=True)
         assert same(x, start)
 
@@ -182,11 +181,8 @@ def test_inplace_beside_a_full_backward_hook(hook, place):
     with pytest.raises(RuntimeError, match="BackwardHookFunction"):
         layers(leaf((2, 8)))
     fewbit.compress_(layers, verbose=False)
-    with pytest.raises(
-        InputError, match="full backward hook of a module; use inplace=False"
-    ) as error:
+    with pytest.raises(RuntimeError, match="BackwardHookFunction"):
         layers(leaf((2, 8)))
-    assert "chunk" not in str(error.value)
     layers[1].inplace = False
     layers(leaf((2, 8))).sum().backward()
 

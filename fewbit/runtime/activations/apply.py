@@ -10,7 +10,6 @@ from fewbit.errors import InputError
 from fewbit.printable import shorten
 from fewbit.runtime.activations import autograd, recomputed, tables
 from fewbit.runtime.activations.callable_tables import check_result
-from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import Encoding
 from fewbit.runtime.format.groups import LEAST_FEATURES
 from fewbit.runtime.format.tensor_checks import FLOATING
@@ -21,11 +20,8 @@ from fewbit.runtime.ops.torch_functions import AUTOCAST_FLOAT32, FORWARD, IN_PLA
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.quantizers import computed, fixed_point_copies
 from fewbit.runtime.quantizers.quantizer import Quantizer, quantizer_of
-from fewbit.runtime.saved.saving_function import refuse_forward_mode
+from fewbit.runtime.saved.saving_function import may_overwrite, refuse_forward_mode
 from fewbit.runtime.saved.sharing import place_of
-
-_creation_meta = torch._C._autograd._get_creation_meta
-_ANY_VIEW = torch._C._autograd.CreationMeta.DEFAULT
 
 
 def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, inplace=False):
@@ -40,10 +36,10 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
         bits: bits per code of the default table, 1 to 8, or None to run torch's own function.
         table: the table, or None for the default one. In a converted model, the quantizer of the copy of x that is
             saved in place of codes (`recomputed.keeps_copy`).
-        inplace: whether to write f(x) to x.
+        inplace: whether to write f(x) to x. If autograd does not allow it, torch's own function runs, and raises its error.
 
     Raises:
-        InputError: the dtype is not float32, float64, float16 or bfloat16, or f(x) may not be written to x.
+        InputError: the dtype is not float32, float64, float16 or bfloat16.
         FunctionError, SolveError, TableError: there is no such table.
         GradientError: a second derivative or a forward-mode derivative is computed.
     """
@@ -74,8 +70,8 @@ def apply(x: torch.Tensor, function: str, parameters: tuple, bits, table=None, i
         x = _autocast(x, function)
     if function in MADE_CONTIGUOUS:
         x = _made_contiguous(x, function)
-    if inplace:
-        check_inplace(x, function, True)
+    if inplace and not may_overwrite(x):
+        return torchs_own(x, function, parameters, inplace)
     if function in fixed_point_copies.SIGNED:
         y = fixed_point_copies.activate(x, function, parameters, encoding, inplace)
         if y is not None:
@@ -115,8 +111,8 @@ def _apply_unusual(x, function, parameters, bits, table, inplace, quantizer):
     x = _autocast(x, function)
     if function in MADE_CONTIGUOUS:
         x = _made_contiguous(x, function)
-    if inplace:
-        check_inplace(x, function, False)
+    if inplace and not may_overwrite(x):
+        return torchs_own(x, function, parameters, inplace)
     if is_abstract(x):
         encoded = Encoding.parse(encoding)
         y = fixed_point_copies.activate(x, function, parameters, encoded, inplace)
@@ -225,37 +221,3 @@ def _autocast(x, function: str):
 
 def _made_contiguous(x, function: str):
     return x.contiguous() if x.device.type in MADE_CONTIGUOUS[function] else x
-
-
-def check_inplace(x, function: str, plain: bool) -> None:
-    """Raise InputError if f(x) may not be written to x; `plain` is `is_plain(x)`."""
-    view = plain and x._is_view()
-    is_of_leaf = x._base.is_leaf if view else x.is_leaf
-    if is_of_leaf:
-        raise InputError(
-            f"{function}: expected an input that is not a leaf which requires grad for inplace=True, "
-            "got one, or a view of one; its gradient would be lost"
-        )
-    if view and _creation_meta(x) != _ANY_VIEW:
-        raise InputError(
-            f"{function}: expected an input that autograd lets be overwritten for inplace=True, got {_kind_of_view(x)}"
-        )
-    if plain and layout.overlaps(x):
-        raise InputError(
-            f"{function}: expected an input whose elements lie apart for inplace=True, got strides "
-            f"{tuple(x.stride())} for shape {tuple(x.shape)}; clone it first"
-        )
-
-
-def _kind_of_view(x) -> str:
-    """Return why autograd does not let the view x be overwritten, and what to do."""
-    meta, kinds = _creation_meta(x), torch._C._autograd.CreationMeta
-    maker = type(x.grad_fn).__name__.removesuffix("Backward") if x.grad_fn is not None else ""
-    if maker == "BackwardHookFunction":
-        return "a tensor that passes through a full backward hook of a module; use inplace=False beside such hooks"
-    if meta == kinds.MULTI_OUTPUT_NODE:
-        return "one of several views that one function returned (chunk, split, unbind ...); clone it first"
-    if meta == kinds.IN_CUSTOM_FUNCTION:
-        return f"a view that the autograd Function {maker} returned; clone it first"
-    made_in = "inference mode" if meta == kinds.INFERENCE_MODE else "torch.no_grad()"
-    return f"a view that was made in {made_in}; clone it first"

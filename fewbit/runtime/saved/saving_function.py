@@ -11,6 +11,7 @@ import torch
 from torch.autograd import Function, forward_ad
 
 from fewbit.errors import GradientError
+from fewbit.runtime.format import layout
 from fewbit.runtime.interop.tensor_kinds import (
     PLAIN_CLASSES,
     check_tensors,
@@ -21,6 +22,9 @@ from fewbit.runtime.interop.tensor_kinds import (
 from fewbit.runtime.ops.library import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 from fewbit.runtime.parallel.shards import is_distributed
 from fewbit.runtime.probes.restoring import observed
+
+_creation_meta = torch._C._autograd._get_creation_meta
+_ANY_VIEW = torch._C._autograd.CreationMeta.DEFAULT
 
 
 def is_differentiated(*tensors) -> bool:
@@ -54,6 +58,15 @@ def is_differentiated(*tensors) -> bool:
     if forward_ad._current_level >= 0:
         refuse_forward_mode(*tensors)
     return True
+
+
+def may_overwrite(x: torch.Tensor) -> bool:
+    """Return whether autograd lets a layer write its result to x. If not, torch's own function runs, and raises its error."""
+    if torch.compiler.is_compiling():
+        return True
+    if x.is_leaf or layout.overlaps(x):
+        return False
+    return not x._is_view() or (not x._base.is_leaf and _creation_meta(x) == _ANY_VIEW)
 
 
 class SavingFunction(Function):

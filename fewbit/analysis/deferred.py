@@ -118,9 +118,7 @@ class _Deferred(NamedTuple):
     slot: int = 0
     extra_bits: int = 0
 
-    @property
-    def count(self) -> int:
-        return 2
+    count = 2
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
         """Return the values of the tensor, rounded if the present backward pass rounds the tensor's context."""

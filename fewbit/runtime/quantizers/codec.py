@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,33 +30,13 @@ class CodecSpec(NamedTuple):
     inner: object
     place: QuantizedTensorSpec
 
-    @property
-    def count(self) -> int:
-        return self.inner.count
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        return self.place.size
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        return self.place.stride
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.place.dtype
-
-    @property
-    def samples(self) -> int | None:
-        return self.place.samples
-
-    @property
-    def kind(self) -> str:
-        return self.place.kind
-
-    @property
-    def slot(self):
-        return self.place.slot
+    count = property(attrgetter("inner.count"))
+    size = property(attrgetter("place.size"))
+    stride = property(attrgetter("place.stride"))
+    dtype = property(attrgetter("place.dtype"))
+    samples = property(attrgetter("place.samples"))
+    kind = property(attrgetter("place.kind"))
+    slot = property(attrgetter("place.slot"))
 
     def with_slot(self, slot) -> CodecSpec:
         return self._replace(place=self.place.with_slot(slot))

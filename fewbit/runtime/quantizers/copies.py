@@ -20,9 +20,7 @@ _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 class UnquantizedSpec(NamedTuple):
     """The spec of a tensor that is saved unchanged."""
 
-    @property
-    def count(self) -> int:
-        return 1
+    count = 1
 
     def dequantize(self, tensors, dtype=None) -> Tensor:
         (tensor,) = tensors

@@ -42,9 +42,7 @@ class FixedPointSpec(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def count(self) -> int:
-        return 3
+    count = 3
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
         scale, shift, inner = affine or (None, None, None)
@@ -85,9 +83,7 @@ class PreActivationSpec(NamedTuple):
     dtype: torch.dtype
     slope: float = 1.0
 
-    @property
-    def count(self) -> int:
-        return self.fixed.count
+    count = FixedPointSpec.count
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.fixed.result(tensors, dtype or self.dtype, self.slope)

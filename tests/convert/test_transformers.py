@@ -12,6 +12,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+from quantized import quantized_bytes
 from transformers.activations import ACT2FN, NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
@@ -19,7 +20,6 @@ import fewbit
 from fewbit.convert.transformers_modules import becomes, original
 from fewbit.nn.base import Quantized
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
 pytestmark = pytest.mark.filterwarnings(

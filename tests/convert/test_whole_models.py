@@ -12,6 +12,7 @@ import pytest
 import torch
 from fresh_process import run
 from layers import relative
+from quantized import quantized_bytes
 from samples import normal
 from test_transformers import convert
 from torch import nn
@@ -21,7 +22,6 @@ from fewbit.convert import kinds
 from fewbit.convert.transformers_attention import _attention_forward, install, remove
 from fewbit.models.resnet import ResNet
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
 pytest.importorskip("transformers")

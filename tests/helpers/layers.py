@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from quantized import quantized_bytes
 from samples import ACTIVATIONS, GELU, RELU, normal, same, same_sums
 from torch import nn
 from torch.nn import functional as torch_f
@@ -19,7 +20,6 @@ import fewbit.functional as F
 import fewbit.nn
 from fewbit.functional.operations import contractions, elementwise, vector_norm
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
 

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from fewbit.config import LARGEST_ROTATED_GROUP
+from fewbit.config import GROUP_SIZE, LARGEST_ROTATED_GROUP, ROTATED
 from fewbit.runtime.backends import reference
 from fewbit.runtime.format import groups
+from fewbit.runtime.format.encoding import packed_words
 
 try:
     from fewbit import _kernels
@@ -219,3 +220,10 @@ def check_bits_of_samples(kernels, samples, kind, device="cpu"):
             found = kernels.share_bits(squares.to(device), total, kind).cpu()
             assert torch.equal(found, reference.share_bits(squares, total, kind)), total
             assert found.sum() == total
+
+
+def quantized_bytes(shape, bits, group_size=GROUP_SIZE, kind=ROTATED):
+    """Return the bytes of a quantized copy: codes, 4 for each group, and 8 for a seed."""
+    samples, features = groups.samples_of(shape)
+    count = groups.group_count(samples, features, group_size) + groups.seed_rows(kind)
+    return 4 * packed_words(samples * features, bits) + 4 * count

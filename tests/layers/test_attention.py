@@ -13,6 +13,7 @@ from expectation import mean_square, variance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import bytes_by, relative
+from quantized import quantized_bytes
 from samples import normal
 from torch import nn
 from torch.nn import functional as torch_f
@@ -28,7 +29,6 @@ from fewbit.functional.attention.attention import (
 )
 from fewbit.functional.attention.score_blocks import are_products_fast
 from fewbit.nn.attention import MultiheadAttention
-from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.quantizers.quantizer import Quantizer
 from fewbit.runtime.saved.calls import CallGuard
 from fewbit.runtime.saved.context import ForwardContext

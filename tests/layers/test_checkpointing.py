@@ -10,6 +10,7 @@ import tiny_models
 import torch
 from composed import Composed
 from layers import bytes_by, relative, saved_by
+from quantized import quantized_bytes
 from samples import normal, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -19,7 +20,6 @@ from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration
 
 import fewbit
 from fewbit.errors import InputError
-from fewbit.runtime.format.groups import quantized_bytes
 
 WIDTH = 64
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from expectation import mean_square, variance
 from layers import Called, bytes_by, gradients, relative
+from quantized import quantized_bytes
 from samples import normal
 from torch import nn
 from torch.nn import functional as torch_f
@@ -15,7 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import fewbit
 from fewbit.functional.products import geglu, reglu, swiglu
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.format.groups import quantized_bytes
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:torch.*",

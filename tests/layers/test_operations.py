@@ -7,13 +7,13 @@ from functools import partial
 import pytest
 import torch
 from composed import Composed
+from quantized import quantized_bytes
 from torch import nn
 from torch.nn import functional as TF
 
 import fewbit
 from fewbit.functional.operations import contractions, elementwise, vector_norm
 from fewbit.functional.products import is_in_memory
-from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
 SHAPE = 4, 16, 24

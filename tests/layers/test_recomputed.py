@@ -6,6 +6,7 @@ import pytest
 import torch
 from composed import Composed
 from layers import relative
+from quantized import quantized_bytes
 from samples import normal
 from torch import nn
 from torch.nn import functional as torch_f
@@ -14,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import fewbit
 from fewbit import functions
 from fewbit.runtime.activations import recomputed
-from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.ops.torch_functions import FORWARD
 
 SMOOTH = [name for name in functions.names() if name not in recomputed.TWO_VALUED]

@@ -6,12 +6,12 @@ import pytest
 import torch
 from expectation import pooled_z
 from layers import relative, saved_by
+from quantized import quantized_bytes
 from samples import normal, same
 from torch.nn import functional as torch_f
 
 import fewbit.functional as F
 from fewbit.functional.softmax import log_softmax, softmax
-from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
 pytestmark = pytest.mark.filterwarnings(

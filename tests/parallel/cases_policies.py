@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from language_model import gradients_of
+from quantized import quantized_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 import fewbit
 from fewbit.functional.batch_norm import sync_batch_norm as few_bit_sync_batch_norm
 from fewbit.runtime.format.encoding import packed_words
-from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
 BITS = 8

@@ -10,6 +10,7 @@ import torch
 from composed import Composed
 from expectation import drawn, pooled_z
 from layers import bytes_by, relative, saved_by
+from quantized import quantized_bytes
 from samples import normal
 from torch import nn
 from torch.nn import functional as torch_f
@@ -17,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.runtime.format.encoding import Encoding
-from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.ops import activation_ops
 from fewbit.runtime.ops.activation_ops import is_masking
 from fewbit.runtime.quantizers.copies import Kept

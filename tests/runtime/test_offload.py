@@ -23,6 +23,7 @@ from emulated_transfers import (
     FitfulTransfers,
 )
 from probed_models import transformer
+from quantized import quantized_bytes
 from regions import Regions
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -30,7 +31,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fewbit
 from fewbit import checkpointing
 from fewbit.errors import InputError
-from fewbit.runtime.format.groups import quantized_bytes
 from fewbit.runtime.quantizers import integers
 from fewbit.runtime.saved import offload
 from fewbit.runtime.saved.offload import Offload

@@ -5,9 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from quantized import dequantize, dtypes, inputs, kinds, limits_of, quantize
-
-from fewbit.runtime.format import groups
+from quantized import dequantize, dtypes, inputs, kinds, limits_of, quantize, quantized_bytes
 
 NAN16 = 0x7FC0  # NaN as a bfloat16
 
@@ -28,7 +26,7 @@ def test_bytes(backend, kind, bits):
     for shape in ((7, 100), (1, 1000), (50, 3), (4, 8, 9), (0, 5), ()):
         packed, ranges = quantize(backend, torch.zeros(shape), bits, 64, kind=kind)
         found = packed.nbytes + ranges.nbytes
-        assert found == groups.quantized_bytes(shape, bits, 64, kind)
+        assert found == quantized_bytes(shape, bits, 64, kind)
         assert found == bytes_of(shape, bits, 64, kind)
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from expectation import pooled_z, z_score
-from quantized import dequantize, inputs, quantize
+from quantized import dequantize, inputs, quantize, quantized_bytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fewbit
 from fewbit.errors import InputError
-from fewbit.runtime.format import groups, layout
+from fewbit.runtime.format import layout
 from fewbit.runtime.format.distortion import distortion
 from fewbit.runtime.ops import dense_ops, quantizer_ops, traced_copies
 
@@ -193,7 +193,7 @@ def test_fake_tensors_have_the_same_sizes(backend, shape):
         for a, b in zip(real, fake, strict=True):
             assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
         found = sum(tensor.nbytes for tensor in real[:2])
-        assert found == groups.quantized_bytes(shape, *settings)
+        assert found == quantized_bytes(shape, *settings)
 
 
 def test_opcheck_of_rotated_copies(backend):

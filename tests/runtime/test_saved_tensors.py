@@ -11,13 +11,13 @@ import torch
 from composed import Composed
 from expectation import drawn, pooled_z, signed_z
 from layers import relative, saved_by
+from quantized import quantized_bytes
 from samples import normal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fewbit
 from fewbit.runtime import backends
-from fewbit.runtime.format.groups import quantized_bytes
 
 
 class Branches(nn.Module):

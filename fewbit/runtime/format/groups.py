@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
-from fewbit.config import BLOCK, GROUP_SIZE, ROTATED, UNIFORM
+from fewbit.config import BLOCK, UNIFORM
 from fewbit.runtime.format.encoding import packed_words
 
 LEAST_FEATURES = 64
@@ -57,15 +57,3 @@ def words_of_total(total: int, features: int) -> int:
     Padding adds at most 1 + 2 + ... + 8 = 36 words, because a block of b-bit codes has b words.
     """
     return -(-total * features // BLOCK) + 36
-
-
-def quantized_bytes(
-    shape,
-    bits: int,
-    group_size: int = GROUP_SIZE,
-    kind: str = ROTATED,
-) -> int:
-    """Return the bytes of a quantized copy: codes, 4 for each group, and 8 for a seed."""
-    samples, features = samples_of(shape)
-    groups = group_count(samples, features, group_size) + seed_rows(kind)
-    return 4 * packed_words(samples * features, bits) + 4 * groups

@@ -21,7 +21,7 @@ from fewbit.convert.transformers_source import canonical, source_of
 from fewbit.nn.base import Quantized
 from fewbit.runtime.interop.module_calls import class_of
 
-__all__ = ["adapted", "becomes", "is_adapted", "misfit_of", "original"]
+__all__ = ["adapted", "becomes", "is_adapted", "misfit_of"]
 
 
 def becomes(module: nn.Module) -> type[nn.Module] | None:
@@ -39,11 +39,6 @@ def misfit_of(module: nn.Module) -> str | None:
         return None
     missing = [name for name in adapter.form.attributes if not hasattr(module, name)]
     return f"it has no attribute {missing[0]!r}, which its forward reads" if missing else None
-
-
-def original(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class that a converted module of transformers had, or None."""
-    return type(module).original if isinstance(module, _Adapted) else None
 
 
 def is_adapted(cls: type) -> bool:

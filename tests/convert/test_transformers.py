@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN, NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 import fewbit
-from fewbit.convert.transformers_modules import becomes, original
+from fewbit.convert.transformers_modules import becomes, is_adapted
 from fewbit.nn.base import Quantized
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.quantizers.quantizer import Quantizer
@@ -218,7 +218,7 @@ def test_what_is_not_known():
 
     Changed.__module__ = "transformers.models.llama.modeling_llama"
     for module in (nn.Linear(2, 2), NewGELUActivation(), Other(4), Changed(4), ACT2FN["silu"]):
-        assert becomes(module) is None and original(module) is None
+        assert becomes(module) is None and not is_adapted(type(module))
 
 
 @pytest.mark.parametrize(("name", "other"), [("gemma", "variance_epsilon"), ("llama", "eps")])
@@ -259,10 +259,10 @@ def test_classes(module):
     convert(module, 3)
     assert isinstance(module, cls) and isinstance(module, Quantized)
     assert type(module).__name__ == cls.__name__ and type(module).__module__.startswith("fewbit.")
-    assert becomes(module) is None and original(module) is cls
+    assert becomes(module) is None and type(module).original is cls
     assert list(module.state_dict()) == keys
     for again in (copy.deepcopy(module), copy.copy(module), pickle.loads(pickle.dumps(module))):
         assert type(again) is type(module) and again.quantizer.bits == 3
         assert torch.equal(again(batch()), module(batch()))
-    module.__class__ = original(module)
+    module.__class__ = type(module).original
     assert becomes(module) is type(again)

@@ -70,9 +70,6 @@ class Kernels:
         """Let torch's dispatcher run `ops/dense_ops.py` with these kernels, without Python; return whether it does."""
         return _kernels.load_shim(torch._C.__file__) and self._kernels.register_ops(_STEP)
 
-    def unregister_ops(self) -> None:
-        self._kernels.unregister_ops()
-
     def pack(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
         packed = _packed(codes.numel(), bits, codes.device)
         self._kernels.pack(codes, bits, packed)

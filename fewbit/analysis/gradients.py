@@ -248,7 +248,7 @@ def check_graph(value) -> None:
     if value.numel() != 1 or not value.requires_grad:
         how = "one" if value.requires_grad else "one that requires no grad,"
         raise InputError(
-            f"loss: expected a scalar tensor with a graph, got {how} of {_shape(value)}"
+            f"loss: expected a scalar tensor with a graph, got {how} of shape {tuple(value.shape)}"
         )
 
 
@@ -364,7 +364,3 @@ def _seed_generators(devices, seed: int) -> None:
             module = torch.get_device_module(device)
             with module.device(device):
                 module.manual_seed(seed)
-
-
-def _shape(value) -> str:
-    return f"shape {tuple(value.shape)}"

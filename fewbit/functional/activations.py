@@ -24,6 +24,7 @@ from fewbit.runtime.activations.apply import (
 from fewbit.runtime.activations.callable_tables import callable_encoding_text, name_of
 from fewbit.runtime.activations.tables import check_choice
 from fewbit.runtime.format.tensor_checks import FLOATING
+from fewbit.runtime.interop import VERSION
 from fewbit.runtime.interop.random_replay import can_replay
 from fewbit.runtime.interop.tensor_kinds import is_plain
 from fewbit.runtime.saved.saving_function import may_overwrite
@@ -355,7 +356,7 @@ def identity(input: Tensor) -> Tensor:
     return input
 
 
-_IDS_ARE_GUARDED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+_IDS_ARE_GUARDED = VERSION >= (2, 13)
 """True if torch.compile compiles code anew for another id of a callable in it. torch 2.11 does not."""
 
 

@@ -147,7 +147,7 @@ class _MaxPoolFunction(SavingFunction):
             kernel, stride, padding, dilation, ceil_mode = arguments
             kernel, padding, dilation = (per_dim(n, dims) for n in (kernel, padding, dilation))
             stride = per_dim(stride, dims) if stride not in (None, (), []) else kernel
-            ctx.windows = Windows.fixed(size, out, kernel, stride, padding, dilation)
+            ctx.windows = Windows(size, out, kernel, dilation, stride, padding)
             ctx.arguments = kernel, stride, padding, dilation, ceil_mode
         ctx.out, saved = tuple(y.shape), None
         if ctx.windows.count > 1:

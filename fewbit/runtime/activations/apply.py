@@ -150,12 +150,14 @@ def torchs_own(x: torch.Tensor, function: str, parameters: tuple, inplace: bool 
 
 
 def apply_callable(x: torch.Tensor, function, encoding: str):
-    """Return function(x), which can be differentiated once, with an encoding's text in place of the derivative.
+    """Return function(x) for an x that needs a gradient, with an encoding's text in place of the derivative.
+
+    The result can be differentiated once.
 
     Raises:
         FunctionError: a parameter of the callable needs a gradient, which it would not get.
     """
-    if not needs_grad(x) or not _is_strided(x):
+    if not _is_strided(x):
         return function(x)
     if not is_plain(x):  # callable_encoding_text has checked the callable
         return _traceable(x, function, encoding)

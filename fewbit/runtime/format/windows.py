@@ -29,10 +29,6 @@ class Windows(NamedTuple):
     padding: tuple[int, ...] | None
 
     @classmethod
-    def fixed(cls, size, out, kernel, stride, padding, dilation) -> Windows:
-        return cls(size, out, kernel, dilation, stride, padding)
-
-    @classmethod
     def adaptive(cls, size, out) -> Windows:
         """Return the windows of an AdaptiveMaxPool layer, from floor(o * size / out) to ceil((o + 1) * size / out)."""
         extent = tuple(map(_longest, size, out))

@@ -15,7 +15,7 @@ from fewbit.errors import GradientError, InputError
 from fewbit.runtime.format.groups import LEAST_ELEMENTS
 from fewbit.runtime.graph import packs
 from fewbit.runtime.graph.known_functions import linear_positions
-from fewbit.runtime.graph.packs import Pack, PackedCopy, storage_of
+from fewbit.runtime.graph.packs import Pack, PackedCopy
 from fewbit.runtime.graph.rules import (
     LINEAR,
     NAMED,
@@ -43,6 +43,7 @@ from fewbit.runtime.quantizers import copies
 from fewbit.runtime.quantizers.spec import SavedTensors, in_storage_order
 from fewbit.runtime.saved.context import ForwardContext
 from fewbit.runtime.saved.seeds import purpose
+from fewbit.runtime.saved.sharing import address_of
 
 _LEAST_GAIN = 2
 """The least factor by which a replaced storage is larger than the codes."""
@@ -151,7 +152,7 @@ class GraphCompressor:
         # A storage that an earlier call needs in full is not freed by copies of this call.
         exact = local.exact
         exact |= {
-            storage_of(one.argument.tensor)
+            address_of(one.argument.tensor)
             for one in candidates
             if one.rule is None or self._stays(one.argument, one.rule)
         }
@@ -159,12 +160,12 @@ class GraphCompressor:
         shared = context.innermost_forward().shared
         if shared is not None and shared.wanted:
             for one in candidates:
-                if storage_of(one.argument.tensor) in exact:
+                if address_of(one.argument.tensor) in exact:
                     shared.note_kept(one.argument.tensor)
         candidates.reverse()
         while candidates:  # a tensor is freed as soon as its copies are made
             one = candidates.pop()
-            if storage_of(one.argument.tensor) not in exact:
+            if address_of(one.argument.tensor) not in exact:
                 self._replace(one, settings, path, context)
 
     def finish(self, context: ForwardContext) -> None:
@@ -177,7 +178,7 @@ class GraphCompressor:
                 break
             # A copy of a tensor would free nothing if another pack keeps the tensor in full.
             for pack in small:
-                local.exact |= {storage_of(one.tensor) for one in pack.arguments}
+                local.exact |= {address_of(one.tensor) for one in pack.arguments}
             waiting = [pack for pack in waiting if pack not in small]
         local.packs = {}
         for pack in waiting:
@@ -185,7 +186,7 @@ class GraphCompressor:
 
     def _stays(self, argument: SavedArgument, rule: Rule) -> bool:
         x = argument.tensor
-        if x.numel() < packs.LEAST_ELEMENTS or storage_of(x) in self._local.owned:
+        if x.numel() < packs.LEAST_ELEMENTS or address_of(x) in self._local.owned:
             return True
         if x.numel() < LEAST_ELEMENTS and is_broadcast(argument.node, x):
             return True
@@ -302,7 +303,7 @@ def _without_gain(candidates: list[_Candidate], settings: GraphSettings) -> set[
     bits, sizes = {}, {}
     for argument, rule in candidates:
         if rule is not None:
-            x, key = argument.tensor, storage_of(argument.tensor)
+            x, key = argument.tensor, address_of(argument.tensor)
             bits[key] = bits.get(key, 0) + rule.bits(settings) * x.numel()
             sizes[key] = 8 * x.untyped_storage().nbytes()
     return {key for key, size in sizes.items() if bits[key] * _LEAST_GAIN > size}
@@ -311,7 +312,7 @@ def _without_gain(candidates: list[_Candidate], settings: GraphSettings) -> set[
 def _storages(module: nn.Module, inputs) -> set[int]:
     given = [x for x in tensors_in(inputs) if x.grad_fn is None]
     tensors = (*module.parameters(), *module.buffers(), *given)
-    return {storage_of(x) for x in tensors if is_plain(x)}
+    return {address_of(x) for x in tensors if is_plain(x)}
 
 
 class _StateOfThread(threading.local):

@@ -17,6 +17,7 @@ from fewbit.runtime.graph.rules import Rule
 from fewbit.runtime.interop.autograd_graph import SavedArgument, was_changed
 from fewbit.runtime.interop.cuda_streams import hold_for_stream, stream_of
 from fewbit.runtime.quantizers.spec import SavedTensors
+from fewbit.runtime.saved.sharing import address_of
 
 LEAST_ELEMENTS = 16
 MOST_ELEMENTS = 1 << 13
@@ -53,14 +54,14 @@ class Pack:
         return self._size >= PACK_ELEMENTS
 
     def count(self, exact: set[int]) -> int:
-        return sum(x.tensor.numel() for x in self.arguments if storage_of(x.tensor) not in exact)
+        return sum(x.tensor.numel() for x in self.arguments if address_of(x.tensor) not in exact)
 
     def members(self, exact: set[int]) -> list[Member]:
         """Return the tensors to quantize: without storages in `exact`, and without tensors changed in place or freed since."""
         members = []
         for argument in self.arguments:
             x = argument.tensor.detach()
-            if storage_of(x) in exact or was_changed(argument.node, argument.name, (argument.raw,)):
+            if address_of(x) in exact or was_changed(argument.node, argument.name, (argument.raw,)):
                 continue
             order = layout.storage_permutation(x)
             if order is None:
@@ -100,8 +101,3 @@ def key_of(x: torch.Tensor, rule: Rule, settings: int) -> tuple:
     order = layout.storage_permutation(x)
     shape = x.shape if order is None else [x.shape[dim] for dim in order]
     return rule, settings, tuple(shape[1:]), order, x.dtype, x.device, stream_of(x)
-
-
-def storage_of(x: torch.Tensor) -> int:
-    """Return the address of the storage of x."""
-    return x.untyped_storage()._cdata

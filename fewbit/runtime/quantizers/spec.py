@@ -244,10 +244,6 @@ class SavedTensors(NamedTuple):
     def viewed(self, shape: tuple[int, ...]) -> SavedTensors:
         return self._replace(spec=RearrangedSpec(self.spec, None, shape))
 
-    def tie(self, y: torch.Tensor) -> torch.Tensor:
-        """Return y, made to depend on the saved tensors while a compiler traces."""
-        return y if self.trace_anchor is None else y * self.trace_anchor.to(y.dtype)
-
 
 def computed_from(
     function: Callable, copies: Iterable[SavedTensors], dtype: torch.dtype, products: int = 0

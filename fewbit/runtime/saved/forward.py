@@ -13,8 +13,9 @@ from fewbit.runtime.interop.module_calls import PATH
 from fewbit.runtime.ops import library
 from fewbit.runtime.parallel import shards
 from fewbit.runtime.parallel.process_groups import ProcessGroups
+from fewbit.runtime.saved import seeds
 from fewbit.runtime.saved.assignment import BitAssignment
-from fewbit.runtime.saved.seeds import MASK, STEP, mixed, purpose
+from fewbit.runtime.saved.seeds import MASK, STEP, mixed
 from fewbit.runtime.saved.sharing import SharedCopies
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Saving:
         if self.start is None:
             return library.new_seed(x)
         if shards.running.place:
-            purpose += purpose_of_shard(shards.running.place)
+            purpose += seeds.purpose("shard", shards.running.place)
         if self.groups.tensor:
             return self._agreed_number(x.device) ^ mixed(0, purpose, count)
         # The number of the device is constant in a process of tensor parallelism, but not equal in all of them.
@@ -116,11 +117,6 @@ class Saving:
                 torch.distributed.broadcast(number, first, group)
             self._agreed[device] = number
         return self._agreed[device]
-
-
-def purpose_of_shard(shard: tuple) -> int:
-    """Return the number that seeds of one shard of a DTensor add to their purpose."""
-    return purpose("shard", shard)
 
 
 class RunOfRegion(Saving):

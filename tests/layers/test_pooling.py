@@ -67,6 +67,6 @@ def test_the_longest_adaptive_window(size, out):
 
 def test_the_ops_of_integers(device):
     values = torch.arange(77, device=device).remainder(5)
-    for arguments in ((values, 3, 5, [1]), (values.int(), 3, 5, [1]), (values, 16, 300, [1])):
+    for arguments in ((values, 3), (values.int(), 3), (values, 8)):
         torch.library.opcheck(torch.ops.fewbit.pack_kept.default, arguments)
     torch.library.opcheck(torch.ops.fewbit.narrow_kept.default, (values, torch.int16))

@@ -24,7 +24,7 @@ from fewbit.config import KIND_NUMBERS, ROTATED
 from fewbit.runtime import backends
 from fewbit.runtime.format.encoding import Encoding, mask_text, packed_words
 from fewbit.runtime.ops import activation_ops, quantizer_ops
-from fewbit.runtime.ops.library import define, run_by_example
+from fewbit.runtime.ops.library import define
 
 _STEP = Encoding.parse(mask_text(1.0))
 _KINDS = {number: kind for kind, number in KIND_NUMBERS.items()}
@@ -158,6 +158,3 @@ def _(mask):
 @register_fake("fewbit::unpack_mask")
 def _(packed, n, *, dtype):
     return packed.new_empty(n, dtype=dtype)
-
-
-run_by_example(anchor_op)

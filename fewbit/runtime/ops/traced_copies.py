@@ -17,7 +17,7 @@ from fewbit.config import KIND_NUMBERS
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.interop.tensor_kinds import check_not_distributed
 from fewbit.runtime.ops import activation_ops, dense_ops
-from fewbit.runtime.ops.library import define, saved_when_partitioned
+from fewbit.runtime.ops.library import define, run_by_example, saved_when_partitioned
 
 
 def _define(schema, implementation):
@@ -61,6 +61,7 @@ pack_kept_op = _define("pack_kept(Tensor values, int bits) -> (Tensor, Tensor)",
 narrow_kept_op = _define(
     "narrow_kept(Tensor values, ScalarType dtype) -> (Tensor, Tensor)", _narrow
 )
+run_by_example(encode_kept_op)
 
 
 def quantize(x, stride, seed, bits, group_size, kind, channels=0):

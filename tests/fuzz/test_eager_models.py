@@ -47,6 +47,8 @@ def run(model, inputs):
         generator = torch.Generator().manual_seed(model.seed)
         grad = torch.randn(y.shape, generator=generator).to(y.dtype)
         leaves = [leaf for _, leaf in leaves_of(model, inputs)]
+        if not y.requires_grad:
+            return y, (None,) * len(leaves)
         return y, torch.autograd.grad(y, leaves, grad, allow_unused=True)
 
 

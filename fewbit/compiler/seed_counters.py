@@ -6,6 +6,7 @@ is compiled otherwise restarts a counter when the seed of `torch.manual_seed` ha
 
 from __future__ import annotations
 
+import hashlib
 import threading
 
 import torch
@@ -17,7 +18,7 @@ from fewbit.runtime.interop.checkpoint import checkpoint_hook, in_backward, reen
 from fewbit.runtime.interop.cuda_streams import is_capturing
 from fewbit.runtime.ops.library import define
 from fewbit.runtime.parallel.process_groups import is_distributed_run, process_groups
-from fewbit.runtime.saved.seeds import advance_generator, generator_hash, mixed
+from fewbit.runtime.saved.seeds import DISTINCT, MASK, advance_generator, mixed, purpose
 
 
 class _Counter:
@@ -74,21 +75,23 @@ class Drawing:
 
     def __init__(self, model: nn.Module, counters: set[_Counter]):
         self._model, self._counters = model, counters
-        self._hash = None
+        self._state = None
 
     def __enter__(self):
         if _call.start is not None or is_capturing():
             return
-        self._ranks = process_groups(self._model).data_rank if is_distributed_run() else ()
-        self._hash = start = generator_hash(ranks=self._ranks)
+        state = _state()
+        start = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest())
+        if is_distributed_run():
+            start = start + purpose(process_groups(self._model).data_rank) & MASK
         for counter in self._counters:  # a CUDA graph that is replayed draws without Python
             counter.restart(start)
-        _call.counters, _call.start = self._counters, start
+        self._state, _call.counters, _call.start = state, self._counters, start
 
     def __exit__(self, *_):
-        if self._hash is not None:
+        if self._state is not None:
             _call.start = None
-            if generator_hash(ranks=self._ranks) == self._hash:
+            if _state() == self._state:
                 advance_generator()  # or the next call would round alike
 
 
@@ -100,6 +103,10 @@ def takes_part(model: nn.Module) -> bool:
     if in_backward():
         return checkpoint_hook() is not None or reentrant_region() is not None
     return torch.is_grad_enabled() or (model.training and reentrant_region() is not None)
+
+
+def _state() -> bytes:
+    return torch.default_generator.get_state().numpy()[:DISTINCT].tobytes()
 
 
 def counter_of(device: torch.device) -> _Counter:

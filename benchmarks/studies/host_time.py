@@ -4,8 +4,8 @@
     python benchmarks/study.py host_time --quick      # stores nothing
 
 A step is a forward and a backward of four equal layers or blocks, in one thread, whose processor time is measured, so that other
-programs do not count. The arms take turns step by step; a row has the median of the ratios to exact training, eager arms to eager
-and `fewbit.compile` to torch.compile, the quartiles of the ratios, and in eager mode the calls of Python functions and from Python.
+programs do not count. The arms take turns step by step; a row has the median of the ratios to exact training, eager arms to eager,
+`fewbit.compile` and `compress_` with torch.compile to torch.compile, the quartiles of the ratios, and in eager mode the calls of Python functions and from Python.
 First, gradients at 8 bits are compared with exact gradients. The rows "op" are calls of single ops of compiled code, in C++ and in
 Python (decision 24).
 
@@ -171,6 +171,7 @@ def measure(network, count):
     compiled = {
         "exact": torch.compile(copy.deepcopy(module)),
         "2 bits": fewbit.compile(copy.deepcopy(module), bits=2),
+        "compress_, 2 bits": torch.compile(eager["2 bits"]),
     }
     yield from rows_of(network, "compiled", in_turns(compiled, step_of, count), "exact")
 

@@ -32,8 +32,10 @@ from fewbit.runtime.interop.autograd_graph import (
     nodes_since,
     saved_by,
 )
+from fewbit.runtime.interop.checkpoint import in_backward
 from fewbit.runtime.interop.compiler_tracing import constant, notify_traced
 from fewbit.runtime.interop.containers import tensors_in
+from fewbit.runtime.parallel.process_groups import is_distributed_run, process_groups
 
 _COMPILED = "CompiledFunctionBackward"
 """The name of the autograd node of a compiled graph."""
@@ -97,6 +99,7 @@ class CompiledCall:
         self._checked = set()  # sets of the names of all autograd nodes of calls that were checked
         self._known = set()  # the numbers of autograd nodes that these calls have made
         self._counters = set()  # of the seeds that calls draw
+        self._ranks = ()  # of the latest call outside of a backward pass, in which torch does not tell them
         self._told = set()  # reasons that a warning has named
 
     def __call__(self, *args, **kwargs):
@@ -112,7 +115,9 @@ class CompiledCall:
         if not self._compresses:
             return run(*args, **kwargs)
         draws = outside is None and takes_part(self._model)
-        drawing = Drawing(self._model, self._counters) if draws else nullcontext()
+        if draws and is_distributed_run() and not in_backward():
+            self._ranks = process_groups(self._model).data_rank
+        drawing = Drawing(self._counters, self._ranks) if draws else nullcontext()
         if not torch.is_grad_enabled():
             with drawing:
                 return run(*args, **kwargs)

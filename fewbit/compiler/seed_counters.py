@@ -17,7 +17,6 @@ from fewbit.runtime import backends
 from fewbit.runtime.interop.checkpoint import checkpoint_hook, in_backward, reentrant_region
 from fewbit.runtime.interop.cuda_streams import is_capturing
 from fewbit.runtime.ops.library import define
-from fewbit.runtime.parallel.process_groups import is_distributed_run, process_groups
 from fewbit.runtime.saved.seeds import DISTINCT, MASK, advance_generator, mixed, purpose
 
 
@@ -69,12 +68,12 @@ class Drawing:
     Processes that train the model with different inputs draw different seeds, also if their generators are alike.
 
     Args:
-        model: the model.
         counters: the counters that earlier calls of the model have used; those of this call are added.
+        ranks: the ranks of this process among those with different inputs.
     """
 
-    def __init__(self, model: nn.Module, counters: set[_Counter]):
-        self._model, self._counters = model, counters
+    def __init__(self, counters: set[_Counter], ranks: tuple[int, ...] = ()):
+        self._counters, self._ranks = counters, ranks
         self._state = None
 
     def __enter__(self):
@@ -82,8 +81,8 @@ class Drawing:
             return
         state = _state()
         start = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest())
-        if is_distributed_run():
-            start = start + purpose(process_groups(self._model).data_rank) & MASK
+        if self._ranks:
+            start = start + purpose(self._ranks) & MASK
         for counter in self._counters:  # a CUDA graph that is replayed draws without Python
             counter.restart(start)
         self._state, _call.counters, _call.start = state, self._counters, start

@@ -170,7 +170,7 @@ def _drawn(x, p, kind, features, inplace, plain):
     y = x.mul_(noise) if inplace else x * noise
     if shift is not None:
         y.add_(shift)
-    return (y if one is None else y * one), noise, packed
+    return traced_copies.tie(y, one), noise, packed
 
 
 def _masked(encoding, stride, x, packed):

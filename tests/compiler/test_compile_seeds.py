@@ -146,7 +146,7 @@ def test_both_runs_of_a_region_draw_alike(use_reentrant, monkeypatch):
 def test_threads_within_one_call_draw_no_seed_twice():
     """Calls of two threads share the counter of a device."""
     device, drawn = torch.device("cpu"), []
-    with Drawing(nn.Identity(), set()):
+    with Drawing(set()):
         drawn += draw_seeds_op(2, device=device).tolist()
         thread = threading.Thread(target=lambda: call_in_thread(drawn, device))
         thread.start()
@@ -157,7 +157,7 @@ def test_threads_within_one_call_draw_no_seed_twice():
 
 def call_in_thread(drawn, device):
     torch.manual_seed(99)
-    with Drawing(nn.Identity(), set()):
+    with Drawing(set()):
         drawn += draw_seeds_op(2, device=device).tolist()
 
 

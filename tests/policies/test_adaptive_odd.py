@@ -10,6 +10,7 @@ from probed_models import MODELS, loss_of
 from regions import Regions
 from samples import normal
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from training import build, least_budget, step
 
@@ -106,24 +107,38 @@ def test_functional_transforms():
     assert controller.allocation
 
 
+# {what runs a backward pass alone, of a forward pass in eager mode: function(backward, gradients of the result)}
+TRACED = {
+    "vmap": lambda backward, grads: torch.func.vmap(backward)(grads),
+    "vjp": lambda backward, grads: torch.stack(
+        [torch.func.vjp(backward, grad)[0] for grad in grads]
+    ),
+    "make_fx": lambda backward, grads: torch.stack(
+        [make_fx(backward)(torch.zeros_like(grad))(grad) for grad in grads]
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    "policy", [fewbit.AdaptiveBits(3), fewbit.SampleBits(3), fewbit.ErrorBound(0.1)]
+    "policy", [2, fewbit.AdaptiveBits(3), fewbit.SampleBits(3), fewbit.ErrorBound(0.1)]
 )
-def test_batches_of_gradients_under_a_policy(policy):
-    """Copies whose samples have different bits are dequantized in `torch.func.vmap` as in a single backward pass."""
+@pytest.mark.parametrize("way", TRACED)
+def test_a_backward_pass_that_is_traced_alone(policy, way):
+    """Copies with masks, or with different bits for samples, have the same values as in an ordinary backward pass."""
     torch.manual_seed(0)
     model = mlp()
     fewbit.compress_(model, policy, verbose=False)
     x = X * torch.linspace(0.1, 5, len(X))[:, None]
     for _ in range(3):
         model(x).sum().backward()
-    y, directions = model(x), normal((3, *X.shape), seed=6)
+    y, grads = model(x), normal((3, *X.shape), seed=6)
 
-    def one(direction):
-        return torch.autograd.grad(y, model[0].weight, direction, retain_graph=True)[0]
+    def backward(grad):
+        found = torch.autograd.grad(y, list(model.parameters()), grad, retain_graph=True)
+        return torch.cat([each.flatten() for each in found])
 
-    found = torch.func.vmap(one)(directions)
-    torch.testing.assert_close(found, torch.stack([one(direction) for direction in directions]))
+    found = TRACED[way](backward, grads)
+    torch.testing.assert_close(found, torch.stack([backward(grad) for grad in grads]))
 
 
 @pytest.mark.slow

@@ -56,6 +56,7 @@ CASES = {  # {name: (function, layout of its input, dtype)}
     "transposed": (lambda x: F.gelu(x * 1.0), "transposed", torch.float32),
     "scalar": (lambda x: F.gelu(x * 1.0), "scalar", torch.float32),
     "bfloat16": (F.gelu, "vector", torch.bfloat16),
+    "scalar, bfloat16": (F.gelu, "scalar", torch.bfloat16),
     "float64": (F.gelu, "vector", torch.float64),
     "in place": (lambda x: F.relu(x * 2.0, inplace=True) + 1.0, "matrix", torch.float32),
     "modules": (

@@ -4,7 +4,7 @@
     quantize_by_channels(x, seed, bits, group_size, count) -> packed and ranges of a rotated copy, statistics
     dequantize_dense(packed, ranges, bits, group_size, samples, features, dtype, kind) -> the values, (samples, features)
     dequantize_by_channels(packed, ranges, bits, group_size, samples, features, dtype, statistics) -> the same
-    anchor(kept) -> the number 1, () float32 (traced_copies.py)
+    anchor(kept) -> the number 1, () float32 (traced_copies.py); on a GPU always in Python
     pack(codes, bits) -> packed, unpack(packed, bits, n) -> codes
     pack_mask(mask) -> packed, unpack_mask(packed, n, dtype) -> mask
 
@@ -24,7 +24,7 @@ from fewbit.config import KIND_NUMBERS, ROTATED
 from fewbit.runtime import backends
 from fewbit.runtime.format.encoding import Encoding, mask_text, packed_words
 from fewbit.runtime.ops import activation_ops, quantizer_ops
-from fewbit.runtime.ops.library import define
+from fewbit.runtime.ops.library import define, run_by_example
 
 _STEP = Encoding.parse(mask_text(1.0))
 _KINDS = {number: kind for kind, number in KIND_NUMBERS.items()}
@@ -158,3 +158,6 @@ def _(mask):
 @register_fake("fewbit::unpack_mask")
 def _(packed, n, *, dtype):
     return packed.new_empty(n, dtype=dtype)
+
+
+run_by_example(anchor_op)

@@ -4,19 +4,24 @@
     encode_kept(x, encoding, stride, seed) -> packed codes, anchor
     pack_kept(values, bits) -> packed, anchor
     narrow_kept(values, dtype) -> values in the dtype, anchor
+    restore(packed, ranges, bits, group_size, samples, features, dtype, kind, widths, statistics, mask) -> the values
 
 Where strides matter, they are those of the trace: at run time, a compiler may pass a tensor with others. A layer multiplies its
-result by the *anchor*, the number 1, so that the result depends on what is saved (docs/decisions/0004).
+result by the *anchor*, the number 1, so that the result depends on what is saved (docs/decisions/0004). `restore` dequantizes copies
+that only eager mode makes, if a compiler or a transform traces the backward pass alone.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
+from torch.library import register_fake
 
 from fewbit.config import KIND_NUMBERS
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.interop.tensor_kinds import check_not_distributed
-from fewbit.runtime.ops import activation_ops, dense_ops
+from fewbit.runtime.ops import activation_ops, dense_ops, quantizer_ops
 from fewbit.runtime.ops.library import define, run_by_example, saved_when_partitioned
 
 
@@ -48,6 +53,15 @@ def _narrow(values, dtype):
     return (values.to(dtype, memory_format=torch.contiguous_format, copy=True),)
 
 
+def _restore(
+    packed, ranges, bits, group_size, samples, features, dtype, kind, widths, statistics, mask
+):
+    place = (samples, features), (max(features, 1), 1), dtype
+    bits = bits if widths is None else 0
+    how = widths, None, kind, mask, statistics
+    return quantizer_ops.dequantize(packed, ranges, bits, group_size, *place, *how)
+
+
 quantize_op = _define(
     "quantize(Tensor x, Tensor seed, int bits, int group_size, str kind, SymInt channels=0) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
@@ -62,6 +76,16 @@ narrow_kept_op = _define(
     "narrow_kept(Tensor values, ScalarType dtype) -> (Tensor, Tensor)", _narrow
 )
 run_by_example(encode_kept_op)
+restore_op = define(
+    "restore(Tensor packed, Tensor ranges, int bits, int group_size, SymInt samples, SymInt features, "
+    "ScalarType dtype, str kind, Tensor? widths, Tensor? statistics, Tensor? mask) -> Tensor",
+    _restore,
+)
+
+
+@register_fake("fewbit::restore")
+def _(packed, ranges, bits, group_size, samples, features, dtype, kind, widths, statistics, mask):
+    return packed.new_empty((samples, features), dtype=dtype)
 
 
 def quantize(x, stride, seed, bits, group_size, kind, channels=0):
@@ -70,12 +94,35 @@ def quantize(x, stride, seed, bits, group_size, kind, channels=0):
     return quantize_op(x, seed, bits, group_size, kind, channels)
 
 
+def tie(y: torch.Tensor, anchor: torch.Tensor | None) -> torch.Tensor:
+    """Return y, which depends on what is saved if there is an anchor."""
+    return y if anchor is None else y * anchor.to(y.dtype)
+
+
 def dequantize(
-    packed, ranges, bits, group_size, size, stride, dtype, kind, statistics=None
+    packed,
+    ranges,
+    bits,
+    group_size,
+    size,
+    stride,
+    dtype,
+    kind,
+    widths=None,
+    statistics=None,
+    mask=None,
 ) -> torch.Tensor:
-    """Return the values of a copy that `quantize` has made; `statistics` are the numbers of channels, or None."""
-    settings = bits, group_size, *groups.samples_of(size), dtype
-    if statistics is None:
+    """Return the values of a copy whose dimension 0 is outermost in storage.
+
+    `widths` are the bits of samples, and `statistics` the numbers of channels; each is None if the copy has none.
+    """
+    rows = groups.samples_of(size)
+    if widths is not None:
+        rows = len(widths), math.prod(size) // len(widths)
+    settings = bits, group_size, *rows, dtype
+    if not (widths is None and mask is None):
+        values = restore_op(packed, ranges, *settings, kind, widths, statistics, mask)
+    elif statistics is None:
         settings = *settings, KIND_NUMBERS[kind]
         values = dense_ops.dequantize_dense_op(packed, ranges, *settings)
     else:

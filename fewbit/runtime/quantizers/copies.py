@@ -82,7 +82,7 @@ def keep(ctx, result: Tensor, /, **values: SavedTensors | Tensor | None) -> Tens
             kept[name], begin = (begin, end, value.spec), end
             is_observed = is_observed or value.is_observed
             if value.trace_anchor is not None:
-                result = result * value.trace_anchor.to(result.dtype)
+                result = traced_copies.tie(result, value.trace_anchor)
         elif value is None:
             kept[name] = None
         else:

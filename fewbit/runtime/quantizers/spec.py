@@ -25,7 +25,6 @@ from fewbit.runtime.interop.tensor_kinds import (
     PRE_DISPATCH,
     is_included,
     is_plain,
-    is_wrapped,
     modes_active,
     transforms_active,
 )
@@ -75,9 +74,11 @@ class QuantizedTensorSpec(NamedTuple):
         if _have_memory(tensors):
             return self._by_kernel(tensors, dtype or self.dtype)
         packed, ranges = tensors[:2]
-        statistics = tensors[2] if self.has_channels else None
+        widths = None if self.samples is None else tensors[2]
+        mask = tensors[-1] if self.has_mask else None
+        channels = tensors[-1 - self.has_mask] if self.has_channels else None
         place = self.bits, self.group_size, self.size, self.stride, dtype or self.dtype
-        return traced_copies.dequantize(packed, ranges, *place, self.kind, statistics)
+        return traced_copies.dequantize(packed, ranges, *place, self.kind, widths, channels, mask)
 
     def _by_kernel(self, tensors, dtype, affine=None):
         packed, ranges = tensors[:2]
@@ -142,13 +143,13 @@ class QuantizedTensorSpec(NamedTuple):
 
 
 def _have_memory(tensors) -> bool:
-    """Return whether kernels can read the tensors of a copy. In `torch.func.vmap`, copies are no batches."""
+    """Return whether the tensors of a copy are ordinary, and so is what an operation returns now."""
     packed = tensors[0]
     if torch.compiler.is_dynamo_compiling() or type(packed) is not torch.Tensor or packed.is_meta:
         return False
-    if modes_active() or is_included(PRE_DISPATCH):
+    if modes_active() or transforms_active() or is_included(PRE_DISPATCH):
         return is_plain(packed)
-    return not (transforms_active() and is_wrapped(packed))
+    return True
 
 
 @lru_cache(maxsize=4096)

@@ -170,7 +170,7 @@ def _drawn(x, p, kind, features, inplace, plain):
     y = x.mul_(noise) if inplace else x * noise
     if shift is not None:
         y.add_(shift)
-    return traced_copies.tie(y, one), noise, packed
+    return y if one is None else traced_copies.tie(y, one), noise, packed
 
 
 def _masked(encoding, stride, x, packed):

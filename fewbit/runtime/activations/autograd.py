@@ -116,7 +116,7 @@ class Traceable(Function):
         # codes in the backward pass. For fake tensors outside of a compiler, it would only take memory.
         packed, one = traced_copies.encode_kept_op(x, encoding, layout.dense_stride(x), seed)
         y = function(x)
-        return traced_copies.tie(y, None if is_abstract(x) else one), packed
+        return y if is_abstract(x) else traced_copies.tie(y, one), packed
 
     @staticmethod
     def setup_context(ctx, inputs, output):

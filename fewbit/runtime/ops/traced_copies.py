@@ -94,9 +94,9 @@ def quantize(x, stride, seed, bits, group_size, kind, channels=0):
     return quantize_op(x, seed, bits, group_size, kind, channels)
 
 
-def tie(y: torch.Tensor, anchor: torch.Tensor | None) -> torch.Tensor:
-    """Return y, which depends on what is saved if there is an anchor."""
-    return y if anchor is None else y * anchor.to(y.dtype)
+def tie(y: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """Return y, which depends on what is saved."""
+    return y * anchor.to(y.dtype)
 
 
 def dequantize(

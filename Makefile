@@ -23,11 +23,12 @@ KERNELS := $(wildcard csrc/bindings/* csrc/common/* csrc/cpu/* csrc/cuda/*)
 	sanitize sanitize-build mutants same docs clean
 
 demo: $(VENV)/installed
+	@mkdir -p demo
+	$(BIN)/fewbit demo --output demo --force
+	@echo; echo "The table of the GELU in such a model, how it is computed and what error it has:"
 	$(BIN)/fewbit solve gelu --bits 3
 	$(BIN)/fewbit compare gelu --bits 3
-	@mkdir -p demo
 	$(BIN)/fewbit plot gelu --bits 3 -o demo/gelu_3bit.png --force
-	$(BIN)/fewbit demo --output demo --force
 
 # The fast tier: see CONTRIBUTING.md.
 test: $(VENV)/installed-tests lint

@@ -19,7 +19,7 @@ from fewbit.analysis.reasons import Reasons
 from fewbit.analysis.recorder import Place, Recorder, Token, is_fewbit, name_nodes, type_name
 from fewbit.analysis.saved_bytes import IN_FULL, Entry, SavedBytes
 from fewbit.analysis.unchanged import unchanged
-from fewbit.errors import FewbitError
+from fewbit.errors import InputError
 from fewbit.runtime.interop.containers import tensors_in
 from fewbit.runtime.saved.context import measuring
 
@@ -50,10 +50,10 @@ def saved_bytes(model: Callable, *inputs: Any, **kwargs: Any) -> SavedBytes:
         The storages that were saved.
 
     Raises:
-        FewbitError: The model cannot be called. Exceptions of the forward itself are passed on.
+        InputError: The model cannot be called. Exceptions of the forward itself are passed on.
     """
     if not callable(model):
-        raise FewbitError(
+        raise InputError(
             f"model: expected a torch.nn.Module or another callable, got {type(model).__name__}"
         )
     roots, compiled = _roots(model)

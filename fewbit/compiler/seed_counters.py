@@ -38,8 +38,11 @@ class _Counter:
             start = torch.initial_seed()
             is_new = start != self.seed
         else:
-            is_new = start != self.start
-            if is_new and self in _call.counters:
+            is_known = self in _call.counters
+            is_new = (
+                start != self.start or not is_known
+            )  # another model may have drawn from the same start
+            if is_new and is_known:
                 # Another thread has restarted the counter within this call, which must not draw its first seeds again.
                 start = _call.start = mixed(start, 0, 1) + 2**63
             _call.counters.add(self)

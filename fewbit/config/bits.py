@@ -112,7 +112,8 @@ class BitConfig(Config):
         kinds = BitConfig._kinds
         kind = values.get("kind") if isinstance(values, Mapping) else None
         if not isinstance(kind, str) or kind not in kinds:
-            raise InputError(f"expected a kind out of {', '.join(kinds)}, got {shorten(kind)}")
+            got = f"none in {shorten(values)}" if kind is None else shorten(kind)
+            raise InputError(f"expected a kind out of {', '.join(kinds)}, got {got}")
         rest = {name: value for name, value in values.items() if name != "kind"}
         return super(BitConfig, kinds[kind]).from_dict(rest)
 

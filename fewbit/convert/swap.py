@@ -141,7 +141,8 @@ def restore_(model: nn.Module) -> None:
 def check_model(model) -> None:
     """Raise InputError if the model is not a module."""
     if not isinstance(model, nn.Module):
-        raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
+        what = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise InputError(f"model: expected a torch.nn.Module, got {what}")
 
 
 def is_converted(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -96,7 +96,9 @@ def fits(
             training = FakeTraining(model, partial(_convert, arm), loss, optimizer, on_gpu)
             name = training.optimizer_name
             rows.append(search.row(_name_of(arm), training))
-    return Fit(type(model).__name__, name, capacity, size, length, most, tuple(rows))
+    limits = [search.failed.get((row.largest_batch or 0) + 1) for row in rows]
+    limit = next(filter(None, limits), None)
+    return Fit(type(model).__name__, name, capacity, size, length, most, tuple(rows), limit)
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class _Search:
         capacity: the bytes of the device, or None.
         most: the longest sequence that the model takes, or None.
         done: called after each part of the work.
+        failed: {number of samples: the exception of a step with so many}.
     """
 
     batch: object
@@ -116,6 +119,7 @@ class _Search:
     length: int | None
     most: int | None
     done: Callable[[], None]
+    failed: dict[int, str] = field(default_factory=dict)
 
     def row(self, name: str, training: FakeTraining) -> FitRow:
         with explained(self.batch):
@@ -144,17 +148,18 @@ class _Search:
 
     def _largest(self, training, dim: int, size: int, peak: int, most: int | None = None):
         """Return the largest size of a dimension with which a step fits. `size` has the given peak."""
-        peak_of = partial(_peak, training, self.batch, dim)
+        peak_of = partial(self._peak, training, dim)
         found = largest(peak_of, size, peak, self.capacity, most)
         self.done()
         return found
 
-
-def _peak(training: FakeTraining, batch, dim: int, size: int) -> int | None:
-    try:
-        return training.peak(batch, dim, size)
-    except Exception:  # for example, more tokens than the model has positions
-        return None
+    def _peak(self, training: FakeTraining, dim: int, size: int) -> int | None:
+        try:
+            return training.peak(self.batch, dim, size)
+        except Exception as error:  # for example, more tokens than the model has positions
+            if dim == 0:
+                self.failed[size] = one_line(error)
+            return None
 
 
 # -- Settings --------------------------------------------------------------------------------------------------

@@ -59,6 +59,8 @@ class Fit(Result):
         sequence: The length of the sequences in the batch, or None.
         most_sequence: The longest sequence that the model's configuration allows, or None.
         rows: A `FitRow` for each setting.
+        limit: The exception of a step with a batch larger than `largest_batch`, if it and not memory limits the batch of a
+            setting; else None.
     """
 
     model: str
@@ -68,6 +70,7 @@ class Fit(Result):
     sequence: int | None
     most_sequence: int | None
     rows: tuple[FitRow, ...]
+    limit: str | None = None
 
     def records(self) -> list[dict]:
         """Return a dict for each setting."""
@@ -131,6 +134,8 @@ class Fit(Result):
             if self.sequence is not None:
                 what += f" with sequences of {self.sequence}; sequence: the longest that fits with this batch"
             lines.append(what)
+        if self.limit is not None:
+            lines.append(f"a larger batch raises {self.limit}")
         if any(row.largest_sequence == self.most_sequence for row in self.rows):
             if self.most_sequence is not None:
                 lines.append(f"+: the model's configuration allows at most {self.most_sequence:,}")

@@ -143,6 +143,21 @@ def test_both_runs_of_a_region_draw_alike(use_reentrant, monkeypatch):
     assert len({*seeds}) == len(seeds)
 
 
+def test_manual_seed_repeats_the_first_call_of_another_model():
+    gradients = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)
+        model, x = nn.Sequential(*layers), torch.randn(32, 64)
+        compiled = fewbit.compile(model, 2, backend="aot_eager")
+        torch.manual_seed(5)
+        for _ in range(2):
+            compiled(x).sum().backward()
+            gradients.append(model[2].weight.grad.clone())
+    assert torch.equal(gradients[0], gradients[2]) and torch.equal(gradients[1], gradients[3])
+    assert not torch.equal(gradients[1], 2 * gradients[0])
+
+
 def test_threads_within_one_call_draw_no_seed_twice():
     """Calls of two threads share the counter of a device."""
     device, drawn = torch.device("cpu"), []

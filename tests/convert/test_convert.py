@@ -556,7 +556,7 @@ def test_refused_with_nothing_changed(options, message):
 
 def test_a_model_is_a_module():
     for function in (quiet, fewbit.restore_):
-        with pytest.raises(InputError, match="^expected a torch.nn.Module, got str$"):
+        with pytest.raises(InputError, match="^model: expected a torch.nn.Module, got str$"):
             function("model")
 
 

@@ -239,6 +239,15 @@ def test_a_model_too_large_for_this_machine():
     assert fits(nn.Linear(8, 8), torch.randn(4, 8), device=2e6, settings=4).rows[0].fits
 
 
+def test_a_loss_that_fails_with_a_larger_batch_is_named():
+    """The labels, outside of the batch, have its size."""
+    labels, options = torch.zeros(4, 8), {"device": 2e6, "settings": 4}
+    found = fits(nn.Linear(8, 8), torch.randn(4, 8), lambda m, x: (m(x) - labels).sum(), **options)
+    assert found.rows[0].largest_batch == 4 and found.limit.startswith("RuntimeError: ")
+    assert "a larger batch raises RuntimeError: " in plain(found, 120)
+    assert fits(nn.Linear(8, 8), torch.randn(4, 8), **options).limit is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "setting"), [("batch", 2), ("sequence", "exact")])
 def test_the_largest_size_fits_and_the_next_does_not(name, setting):

@@ -115,8 +115,8 @@ class CompiledCall:
         if not self._compresses:
             return run(*args, **kwargs)
         draws = outside is None and takes_part(self._model)
-        if draws and is_distributed_run() and not in_backward():
-            self._ranks = process_groups(self._model).data_rank
+        if outside is None and not in_backward():
+            self._ranks = process_groups(self._model).data_rank if is_distributed_run() else ()
         drawing = Drawing(self._counters, self._ranks) if draws else nullcontext()
         if not torch.is_grad_enabled():
             with drawing:

@@ -21,45 +21,37 @@ from fewbit.runtime.saved.seeds import DISTINCT, MASK, advance_generator, mixed,
 
 
 class _Counter:
-    """A counter of seeds on a device: its `value`, the number from which it started, and the seed of torch at that time."""
+    """A counter of seeds on a device: its `value`, the seed of torch when it started, and the `Drawing` that started it, or None."""
 
     def __init__(self, device: torch.device):
         with torch.inference_mode(False):  # or later draws could not change it
             self.value = torch.zeros(1, dtype=torch.int64, device=device)
-        self.start = self.seed = None
+        self.seed = self.owner = None
 
-    def restart(self, start: int) -> None:
+    def restart(self, start: int, owner: Drawing | None = None) -> None:
         self.value.fill_((start + 2**63) % 2**64 - 2**63)
-        self.start, self.seed = start, torch.initial_seed()
+        self.seed, self.owner = torch.initial_seed(), owner
 
     def draw(self, count: int) -> torch.Tensor:
-        start = _call.start
-        if start is None:
+        drawing = _running.drawing
+        if drawing is None:
             start = torch.initial_seed()
             is_new = start != self.seed
         else:
-            is_known = self in _call.counters
-            is_new = (
-                start != self.start or not is_known
-            )  # another model may have drawn from the same start
-            if is_new and is_known:
-                # Another thread has restarted the counter within this call, which must not draw its first seeds again.
-                start = _call.start = mixed(start, 0, 1) + 2**63
-            _call.counters.add(self)
+            start, is_new = drawing.start_of(self)
         # A restart captured in a CUDA graph would run in each replay, so all replays would round alike.
         if is_new and not is_capturing():
-            self.restart(start)
+            self.restart(start, drawing)
         return backends.of(self.value).draw_seeds(self.value, count)
 
 
-class _Call(threading.local):
-    """The call of a compiled model that runs in a thread: the number from which its counters start, or None, and the counters."""
+class _Running(threading.local):
+    """The call of a compiled model that runs in a thread, or None."""
 
-    start: int | None = None
-    counters: set[_Counter]
+    drawing: Drawing | None = None
 
 
-_call = _Call()
+_running = _Running()
 _counters: dict[torch.device, _Counter] = {}
 
 
@@ -77,24 +69,36 @@ class Drawing:
 
     def __init__(self, counters: set[_Counter], ranks: tuple[int, ...] = ()):
         self._counters, self._ranks = counters, ranks
-        self._state = None
+        self._started = self._state = (
+            None  # the counters that this call has started, and torch's generator before it
+        )
 
     def __enter__(self):
-        if _call.start is not None or is_capturing():
+        if _running.drawing is not None or is_capturing():
             return
-        state = _state()
-        start = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest())
+        self._state = _state()
+        self._start = int.from_bytes(hashlib.blake2b(self._state, digest_size=8).digest())
         if self._ranks:
-            start = start + purpose(self._ranks) & MASK
+            self._start = self._start + purpose(self._ranks) & MASK
         for counter in self._counters:  # a CUDA graph that is replayed draws without Python
-            counter.restart(start)
-        self._state, _call.counters, _call.start = state, self._counters, start
+            counter.restart(self._start, self)
+        self._started, _running.drawing = {*self._counters}, self
 
     def __exit__(self, *_):
         if self._state is not None:
-            _call.start = None
+            _running.drawing = None
             if _state() == self._state:
                 advance_generator()  # or the next call would round alike
+
+    def start_of(self, counter: _Counter) -> tuple[int, bool]:
+        """Return the number from which a counter starts, and whether it has to start now."""
+        is_new = counter.owner is not self
+        if is_new and counter in self._started:
+            # Another thread has restarted the counter within this call, which must not draw its first seeds again.
+            self._start = mixed(self._start, 0, 1) + 2**63
+        self._started.add(counter)
+        self._counters.add(counter)
+        return self._start, is_new
 
 
 def takes_part(model: nn.Module) -> bool:

@@ -96,8 +96,7 @@ def fits(
             training = FakeTraining(model, partial(_convert, arm), loss, optimizer, on_gpu)
             name = training.optimizer_name
             rows.append(search.row(_name_of(arm), training))
-    limits = [search.failed.get((row.largest_batch or 0) + 1) for row in rows]
-    limit = next(filter(None, limits), None)
+    limit = search.limits[0] if search.limits else None
     return Fit(type(model).__name__, name, capacity, size, length, most, tuple(rows), limit)
 
 
@@ -109,7 +108,8 @@ class _Search:
         capacity: the bytes of the device, or None.
         most: the longest sequence that the model takes, or None.
         done: called after each part of the work.
-        failed: {number of samples: the exception of a step with so many}.
+        failed: {number of samples: the exception of a step with so many}, for the present setting.
+        limits: the exceptions that limit the largest batch of a setting.
     """
 
     batch: object
@@ -120,6 +120,7 @@ class _Search:
     most: int | None
     done: Callable[[], None]
     failed: dict[int, str] = field(default_factory=dict)
+    limits: list[str] = field(default_factory=list)
 
     def row(self, name: str, training: FakeTraining) -> FitRow:
         with explained(self.batch):
@@ -130,7 +131,10 @@ class _Search:
         fitting = longest_batch = longest = None
         if self.capacity is not None:
             fitting = found.size <= self.capacity
+            self.failed.clear()
             longest_batch = self._largest(training, 0, self.size, found.size)
+            if longest_batch + 1 in self.failed:
+                self.limits.append(self.failed[longest_batch + 1])
             if self.sequence_dim is not None:
                 most = None if self.most is None else max(self.most, self.length)
                 longest = self._largest(training, self.sequence_dim, self.length, found.size, most)

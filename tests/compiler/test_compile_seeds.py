@@ -145,35 +145,36 @@ def test_both_runs_of_a_region_draw_alike(use_reentrant, monkeypatch):
 
 def test_manual_seed_repeats_the_first_call_of_another_model():
     gradients = []
-    for _ in range(2):
+    for seed in (5, 5, 6):
         torch.manual_seed(0)
         layers = nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)
         model, x = nn.Sequential(*layers), torch.randn(32, 64)
         compiled = fewbit.compile(model, 2, backend="aot_eager")
-        torch.manual_seed(5)
-        for _ in range(2):
-            compiled(x).sum().backward()
-            gradients.append(model[2].weight.grad.clone())
-    assert torch.equal(gradients[0], gradients[2]) and torch.equal(gradients[1], gradients[3])
-    assert not torch.equal(gradients[1], 2 * gradients[0])
+        torch.manual_seed(seed)
+        compiled(x).sum().backward()
+        gradients.append(model[2].weight.grad)
+    assert torch.equal(gradients[0], gradients[1]) and not torch.equal(gradients[0], gradients[2])
 
 
-def test_threads_within_one_call_draw_no_seed_twice():
-    """Calls of two threads share the counter of a device."""
-    device, drawn = torch.device("cpu"), []
-    with Drawing(set()):
-        drawn += draw_seeds_op(2, device=device).tolist()
-        thread = threading.Thread(target=lambda: call_in_thread(drawn, device))
+@pytest.mark.parametrize("is_one_model", [False, True])
+@pytest.mark.parametrize("seed", [None, 99])
+def test_threads_within_one_call_draw_no_seed_twice(seed, is_one_model):
+    """Calls of two threads share the counter of a device, and perhaps the state of torch's generator."""
+    device, drawn, counters = torch.device("cpu"), [], set()
+
+    def call():
+        if seed is not None:
+            torch.manual_seed(seed)
+        with Drawing(counters if is_one_model else set()):
+            draw_seeds_op(1, device=device)
+
+    with Drawing(counters):
+        drawn += draw_seeds_op(4, device=device).tolist()
+        thread = threading.Thread(target=call)
         thread.start()
         thread.join()
-        drawn += draw_seeds_op(2, device=device).tolist()
-    assert len(drawn) == 6 and len({*drawn[:2], *drawn[4:]}) == 4
-
-
-def call_in_thread(drawn, device):
-    torch.manual_seed(99)
-    with Drawing(set()):
-        drawn += draw_seeds_op(2, device=device).tolist()
+        drawn += draw_seeds_op(4, device=device).tolist()
+    assert len({*drawn}) == 8
 
 
 def test_a_captured_graph_goes_on_with_the_counter(monkeypatch):

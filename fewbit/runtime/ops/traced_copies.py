@@ -58,6 +58,10 @@ def _restore(
 ):
     place = (samples, features), (max(features, 1), 1), dtype
     bits = bits if widths is None else 0
+    packed, ranges = packed.contiguous(), ranges.contiguous()
+    widths, statistics, mask = (
+        None if x is None else x.contiguous() for x in (widths, statistics, mask)
+    )
     how = widths, None, kind, mask, statistics
     return quantizer_ops.dequantize(packed, ranges, bits, group_size, *place, *how)
 

@@ -101,15 +101,15 @@ def plan(
     check_count("seed", seed, 0)
     check_model(model)
     check_loss(loss)
-    if candidates is not None:
-        candidates = check_candidates(candidates, model=model)
     # If batches are parts of a larger tensor, the meter would count the larger tensor.
     batches = [tree_map(alone, one) for one in batches_of(batch)]
     bar = StepsProgress("plan", progress)
     with unchanged(dict(model.named_modules()), tensors_of(batches)):
         steps = RealSteps(copied(model), loss, seed)
         steps.restore()
-        if candidates is None:
+        if candidates is not None:
+            candidates = check_candidates(candidates, model=steps.model)
+        else:
             candidates = default_candidates(steps.model)
             if _has_large_logits(steps, batches[0]):
                 candidates += default_candidates(steps.model, [CROSS_ENTROPY])

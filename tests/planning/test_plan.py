@@ -176,6 +176,13 @@ def test_the_variance_between_minibatches_is_half_of_squared_differences(several
     assert profile.sampled == found.sampled == sampled
 
 
+def test_names_are_those_of_the_model_before_it_was_compressed():
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+    fewbit.compress_(model, 4, verbose=False)
+    found = plan(model, torch.randn(16, 32), squared, candidates=["activations"], chunks=4)
+    assert [row.candidate.policy for row in found.rows] == ["activations"]
+
+
 def test_candidates_by_name():
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     given = ["fixed", "exact", fewbit.AdaptiveBits(2), 2]

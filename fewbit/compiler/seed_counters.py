@@ -45,13 +45,13 @@ class _Counter:
         return backends.of(self.value).draw_seeds(self.value, count)
 
 
-class _Running(threading.local):
+class _DrawingOfThread(threading.local):
     """The call of a compiled model that runs in a thread, or None."""
 
     drawing: Drawing | None = None
 
 
-_running = _Running()
+_running = _DrawingOfThread()
 _counters: dict[torch.device, _Counter] = {}
 
 

@@ -5,9 +5,9 @@
 
 A step is a forward and a backward of four equal layers or blocks, in one thread, whose processor time is measured, so that other
 programs do not count. The arms take turns step by step; a row has the median of the ratios to exact training, eager arms to eager,
-`fewbit.compile` and `compress_` with torch.compile to torch.compile, the quartiles of the ratios, and in eager mode the calls of Python functions and from Python.
-First, gradients at 8 bits are compared with exact gradients. The rows "op" are calls of single ops of compiled code, in C++ and in
-Python (decision 24).
+`fewbit.compile` and `compress_` with torch.compile to torch.compile, the quartiles of the ratios, and in eager mode the calls of
+Python functions and from Python. First, gradients at 8 bits are compared with exact gradients. The rows "op" are calls of single
+ops of compiled code, in C++ and in Python (decision 24).
 
 Writes results/host_time.json.
 """

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fewbit.analysis.unchanged import unchanged
 from fewbit.convert import kinds
+from fewbit.convert.swap import check_module
 from fewbit.errors import InputError
 from fewbit.functions.callables import misfit_of
 from fewbit.printable import one_line, shorten
@@ -166,8 +167,7 @@ def groups_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 def check_model(model) -> None:
     """Raise InputError unless the argument is a module whose gradients compression can change."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     if not model.training:
         raise InputError(
             "model: expected one in training mode, got one in evaluation mode, in which nothing is compressed"

@@ -17,6 +17,7 @@ from fewbit.compiler.seed_counters import counter_of
 from fewbit.config import BitConfig, FixedBits, LayerSettings, as_config
 from fewbit.convert.module_settings import ResolvedSettings, resolve
 from fewbit.convert.select import Selection, is_within
+from fewbit.convert.swap import check_module
 from fewbit.errors import CompileWarning, InputError
 from fewbit.runtime.interop.bypass import ModeHooks
 
@@ -117,8 +118,7 @@ def compile_blocks_(
     Warns:
         CompileWarning: as in `compile`. There is no partitioner then.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     settings = {"backend": backend, "mode": mode, "options": options, **settings}
     groups = _repeated_blocks(model)
     if not groups:
@@ -223,8 +223,7 @@ def _arguments(
 ):
     from torch._dynamo import OptimizedModule  # takes seconds
 
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     if isinstance(model, OptimizedModule):
         raise InputError(
             "model: expected a model that is not compiled yet, got one of torch.compile"

@@ -69,9 +69,8 @@ class Drawing:
 
     def __init__(self, counters: set[_Counter], ranks: tuple[int, ...] = ()):
         self._counters, self._ranks = counters, ranks
-        self._started = self._state = (
-            None  # the counters that this call has started, and torch's generator before it
-        )
+        self._state = None  # of torch's generator before the call
+        self._started = set()  # the counters that this call has started
 
     def __enter__(self):
         if _running.drawing is not None or is_capturing():

@@ -36,7 +36,7 @@ from fewbit.convert.conversion_report import Report
 from fewbit.convert.model_facts import facts_of
 from fewbit.convert.module_settings import ResolvedSettings, mean_bits, resolve
 from fewbit.convert.select import Filter, Selection
-from fewbit.convert.swap import Conversion, check_model, convert, restore_
+from fewbit.convert.swap import Conversion, check_module, convert, restore_
 from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
 from fewbit.policies.make import checked_policy
@@ -187,7 +187,7 @@ def _converted(model, settings, selection, sample) -> tuple[Conversion, dict[str
     before = {}
     if sample is None:
         return convert(model, settings, selection), before
-    check_model(model)
+    check_module(model)
     try_sample(model, sample)
 
     def measure():

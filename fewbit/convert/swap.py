@@ -81,7 +81,7 @@ def convert(
     selected activations get new settings. `settings` are those of modules that no override changes. `before` is called once, after the
     checks and the undoing. Raises InputError if the model or the selection is invalid.
     """
-    check_model(model)
+    check_module(model)
     selection = selection or Selection()
     selected = selection.of(model, settings)
     whole = settings.families != (kinds.ACTIVATION,)
@@ -113,7 +113,7 @@ def restore_(model: nn.Module) -> None:
         InputError: the model is not a module, or the class of a converted module was changed after the conversion by
             anything else than a parametrization or fully_shard. The model stays unchanged.
     """
-    check_model(model)
+    check_module(model)
     classes = {}
     for path, module in model.named_modules():
         original = vars(module).get(ORIGINAL)
@@ -138,7 +138,7 @@ def restore_(model: nn.Module) -> None:
             setattr(module, name, function)
 
 
-def check_model(model) -> None:
+def check_module(model) -> None:
     """Raise InputError if the model is not a module."""
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__

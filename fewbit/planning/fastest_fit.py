@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from fewbit.compress.controller import Controller
-from fewbit.convert.swap import check_model
+from fewbit.convert.swap import check_module
 from fewbit.convert.undo import whole_or_not_at_all
 from fewbit.errors import InputError
 from fewbit.planning.block_settings import Option, Settings
@@ -118,7 +118,7 @@ class FastestFit(Document):
         Raises:
             InputError: The model has no module at the path of a block. The model stays unchanged.
         """
-        check_model(model)
+        check_module(model)
         model = uncompiled(model)
         known = dict(model.named_modules(remove_duplicate=False))
         paths = [*self.settings.blocks, *([self.settings.head] if self.settings.head else [])]

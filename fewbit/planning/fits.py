@@ -108,7 +108,6 @@ class _Search:
         capacity: the bytes of the device, or None.
         most: the longest sequence that the model takes, or None.
         done: called after each part of the work.
-        failed: {number of samples: the exception of a step with so many}, for the present setting.
         limits: the exceptions that limit the largest batch of a setting.
     """
 
@@ -119,7 +118,6 @@ class _Search:
     length: int | None
     most: int | None
     done: Callable[[], None]
-    failed: dict[int, str] = field(default_factory=dict)
     limits: list[str] = field(default_factory=list)
 
     def row(self, name: str, training: FakeTraining) -> FitRow:
@@ -131,13 +129,14 @@ class _Search:
         fitting = longest_batch = longest = None
         if self.capacity is not None:
             fitting = found.size <= self.capacity
-            self.failed.clear()
-            longest_batch = self._largest(training, 0, self.size, found.size)
-            if longest_batch + 1 in self.failed:
-                self.limits.append(self.failed[longest_batch + 1])
+            failed = {}
+            longest_batch = self._largest(training, 0, self.size, found.size, failed)
+            if longest_batch + 1 in failed:
+                self.limits.append(failed[longest_batch + 1])
             if self.sequence_dim is not None:
                 most = None if self.most is None else max(self.most, self.length)
-                longest = self._largest(training, self.sequence_dim, self.length, found.size, most)
+                place = self.sequence_dim, self.length
+                longest = self._largest(training, *place, found.size, {}, most)
         return FitRow(
             setting=name,
             **{part: found.parts.get(part, 0) for part in PARTS},
@@ -150,20 +149,23 @@ class _Search:
             largest_sequence=longest,
         )
 
-    def _largest(self, training, dim: int, size: int, peak: int, most: int | None = None):
-        """Return the largest size of a dimension with which a step fits. `size` has the given peak."""
-        peak_of = partial(self._peak, training, dim)
+    def _largest(self, training, dim: int, size: int, peak: int, failed: dict, most=None) -> int:
+        """Return the largest size of a dimension with which a step fits, and add exceptions of sizes to `failed`.
+
+        `size` has the given peak.
+        """
+        peak_of = partial(_peak, training, self.batch, dim, failed)
         found = largest(peak_of, size, peak, self.capacity, most)
         self.done()
         return found
 
-    def _peak(self, training: FakeTraining, dim: int, size: int) -> int | None:
-        try:
-            return training.peak(self.batch, dim, size)
-        except Exception as error:  # for example, more tokens than the model has positions
-            if dim == 0:
-                self.failed[size] = one_line(error)
-            return None
+
+def _peak(training: FakeTraining, batch, dim: int, failed: dict[int, str], size: int) -> int | None:
+    try:
+        return training.peak(batch, dim, size)
+    except Exception as error:  # for example, more tokens than the model has positions
+        failed[size] = one_line(error)
+        return None
 
 
 # -- Settings --------------------------------------------------------------------------------------------------

@@ -142,9 +142,9 @@ def _lies_inside(stride, shape, a: int, b: int) -> bool:
 
 def moved(dims: tuple[int, ...] | None, order: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the numbers, from -1 downwards, that dimensions with such numbers have after `permute(order)`; None for None."""
-    return (
-        None if dims is None else tuple(order.index(dim % len(order)) - len(order) for dim in dims)
-    )
+    if dims is None:
+        return None
+    return tuple(order.index(dim % len(order)) - len(order) for dim in dims)
 
 
 def place_in_storage(shape, stride) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:

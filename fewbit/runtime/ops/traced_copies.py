@@ -1,4 +1,4 @@
-"""What layers save in code that a compiler traces: ops that stand for the ops of a copy, whose results the compiler saves.
+"""The ops with which layers save tensors in code that a compiler traces. They become ops that need no Python, whose results it saves.
 
     quantize(x, seed, bits, group_size, kind, channels) -> packed, ranges, numbers of channels, anchor
     encode_kept(x, encoding, stride, seed) -> packed codes, anchor

@@ -103,12 +103,11 @@ def narrow(values: torch.Tensor, count: int) -> SavedTensors:
 def _pack(values, bits, count):
     flat = layout.storage_order(values)
     if bits > MOST_BITS:
-        return flat.to(dtype_of(count), copy=True)  # an op may not return its input
+        return flat.to(dtype_of(count), copy=True)  # the values may change later
     return backends.of(values).pack(flat.to(torch.uint8), bits)
 
 
 def _flat(values):
     """Return the elements in the order of a dense tensor's memory, as views that a compiler can trace."""
-    return values.permute(
-        layout.outermost_first(values.shape, layout.dense_stride(values))
-    ).reshape(-1)
+    order = layout.outermost_first(values.shape, layout.dense_stride(values))
+    return values.permute(order).reshape(-1)

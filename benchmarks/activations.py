@@ -238,7 +238,7 @@ def measure_kernels(name, dtype, device, n, copy):
         n: The number of elements.
         copy: The bytes per second of the copy.
     """
-    backend = backends.of(torch.empty(0, device=device))
+    backend = backends.on[torch.empty(0, device=device).device]
     encoding = Encoding.of(fewbit.load_table(name, bits=BITS))
     x = torch.randn(n, device=device).to(DTYPES[dtype])
     out = torch.empty_like(x)
@@ -275,7 +275,7 @@ def main():
         # fewbit may be used without being installed.
         about = harness.machine("torch", "numpy") | {"fewbit": fewbit.__version__}
         about |= {"threads": torch.get_num_threads(), "bits": BITS}
-        about["backend"] = backends.of(torch.empty(0, device=device)).name
+        about["backend"] = backends.on[torch.empty(0, device=device).device].name
         rows = []
         if device == "cuda":
             about |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}

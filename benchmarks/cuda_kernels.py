@@ -321,7 +321,7 @@ def check(name, dtype, device):
     """Raise AssertionError if the device's kernel does not return what the CPU's kernel returns."""
     x = input_of(SMALL, dtype, "cpu")
     ours, theirs = (
-        CASES[name](backends.of(each), each).call() for each in (x.to(device, copy=True), x)
+        CASES[name](backends.on[each.device], each).call() for each in (x.to(device, copy=True), x)
     )
     for a, b in zip(ours, theirs, strict=True):
         a = a.cpu()
@@ -346,7 +346,7 @@ def repeats_on(device):
 def measure(name, dtype, n, device, copy):
     check(name, dtype, device)
     x = input_of(n, dtype, device)
-    run = CASES[name](backends.of(x), x)
+    run = CASES[name](backends.on[x.device], x)
     times = harness.device_seconds(run.call, device, repeats_on(device))
     middle = statistics.median(times)
     return {
@@ -369,7 +369,7 @@ def run_for_ncu():
     """Run each case once between marks of the profiler. ncu calls this, in a process of its own."""
     for name, dtype in all_cases():
         x = input_of(COUNTED, dtype, "cuda")
-        run = CASES[name](backends.of(x), x)
+        run = CASES[name](backends.on[x.device], x)
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStart()
         run.call()

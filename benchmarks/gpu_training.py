@@ -482,7 +482,7 @@ def measure(case, settings, options):
     row = {
         "batch": batch,
         "parameters": sum(each.numel() for each in training.parameters),
-        "backend": backends.of(torch.empty(0, device=options["device"])).name,
+        "backend": backends.on[torch.empty(0, device=options["device"]).device].name,
     }
     training.optimizer.zero_grad(set_to_none=True)
     device.clear()

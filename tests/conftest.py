@@ -146,8 +146,8 @@ def choice():
     from fewbit.runtime.backends import reference
 
     if _kernels is None:
-        backends._chosen[torch.device("cpu")] = reference
-    return backends._chosen
+        backends.on[torch.device("cpu")] = reference
+    return backends.on
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def backend(request, choice, monkeypatch):
 
     found = _backend(request.param)
     empty = torch.zeros(0, device=found.device)
-    usual = backends.of(empty)
+    usual = backends.on[empty.device]
     monkeypatch.setitem(choice, empty.device, found.kernels)
     if usual is not reference:  # the ops of compiled graphs, too
         if found.kernels is reference:
@@ -228,7 +228,7 @@ def usual_backend(device):
 
     from fewbit.runtime import backends
 
-    kernels = backends.of(torch.zeros(0, device=device))
+    kernels = backends.on[torch.zeros(0, device=device).device]
     return SimpleNamespace(name=kernels.name, kernels=kernels, device=device)
 
 

@@ -72,7 +72,7 @@ class Least(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias):
-        kernels = backends.of(x)
+        kernels = backends.on[x.device]
         ctx.save_for_backward(weight, *kernels.quantize(x, 1, 2, 256, None, None, None, "rotated"))
         ctx.shape = x.shape
         return nn.functional.linear(x, weight, bias)
@@ -81,7 +81,9 @@ class Least(torch.autograd.Function):
     def backward(ctx, grad):
         weight, packed, ranges = ctx.saved_tensors
         x = torch.empty(ctx.shape, dtype=grad.dtype)
-        backends.of(x).dequantize(packed, ranges, 2, 256, x, None, None, "rotated", None, None)
+        backends.on[x.device].dequantize(
+            packed, ranges, 2, 256, x, None, None, "rotated", None, None
+        )
         return grad @ weight, grad.t() @ x, grad.sum(0)
 
 
@@ -206,7 +208,7 @@ def main():
     torch.set_num_threads(1)
     about = harness.machine("torch") | {
         "fewbit": fewbit.__version__,
-        "C++ ops": backends.of(torch.empty(0)).register_ops(),
+        "C++ ops": backends.on[torch.device("cpu")].register_ops(),
     }
     print(about)
     rows = []

@@ -140,13 +140,11 @@ def _gpu(device) -> tuple[str, str]:
 
 
 def _kernels(device) -> tuple[str, str]:
-    import torch
-
     from fewbit.runtime import backends
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        name = backends.of(torch.empty(0, device=device)).name
+        name = backends.on[device].name
     if name != "reference":
         return name, ""
     reason = f" ({str(caught[0].message).partition(': ')[2]})" if caught else ""

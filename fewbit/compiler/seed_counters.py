@@ -42,7 +42,7 @@ class _Counter:
         # A restart captured in a CUDA graph would run in each replay, so all replays would round alike.
         if is_new and not is_capturing():
             self.restart(start, drawing)
-        return backends.of(self.value).draw_seeds(self.value, count)
+        return backends.on[self.value.device].draw_seeds(self.value, count)
 
 
 class _DrawingOfThread(threading.local):

@@ -94,7 +94,7 @@ def run_demo(
     work = partial(_run, settings, corpus)
     results = run_all(work, tasks, min(processes, len(tasks)), report)
     arms = [_arm(empty, results[i * seeds : (i + 1) * seeds]) for i, empty in enumerate(choices)]
-    backend = backends.of(torch.empty(0)).name
+    backend = backends.on[torch.device("cpu")].name
     return Demo(settings, len(corpus.train), backend, tuple(arms), _stored(settings))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
-from fewbit.runtime.format import layout, sums
+from fewbit.runtime.format import sums
 from fewbit.runtime.interop.autocast import with_torch_casts
 from fewbit.runtime.interop.original_functions import functional as torch_functional
 from fewbit.runtime.interop.tensor_kinds import PLAIN_CLASSES, check_tensors, overrides_functions
@@ -105,7 +105,8 @@ def bilinear(
 class _Linear(SavingFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, quantizer):
-        y = layout.unviewed(with_torch_casts(torch_functional.linear, x, weight, bias))
+        # torch forbids writing to a view that a Function returns; `data` is no view.
+        y = with_torch_casts(torch_functional.linear, x, weight, bias).data
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         saved = quantizer.quantize_input(x, (-1,), needs_x) if needs_weight else None
         y = copies.keep(ctx, y, weight=weight if needs_x else None, x=saved)
@@ -182,7 +183,7 @@ class _LinearOfQuantizedWeight(SavingFunction):
 class _Bilinear(SavingFunction):
     @staticmethod
     def forward(ctx, x1, x2, weight, bias, quantizer):
-        y = layout.unviewed(with_torch_casts(torch_functional.bilinear, x1, x2, weight, bias))
+        y = with_torch_casts(torch_functional.bilinear, x1, x2, weight, bias).data
         needs_1, needs_2, needs_weight, *_ = ctx.needs_input_grad
         ctx.sizes = tuple(x1.shape), tuple(x2.shape)
         first = quantizer.quantize(x1, features=(-1,)) if needs_2 or needs_weight else None

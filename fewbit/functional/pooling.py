@@ -139,7 +139,7 @@ class _MaxPoolFunction(SavingFunction):
 
     @staticmethod
     def forward(ctx, x, dims, arguments, adaptive):
-        y, indices = map(layout.unviewed, _torch_max(dims, x, arguments, True, adaptive))
+        y, indices = (y.data for y in _torch_max(dims, x, arguments, True, adaptive))
         size, out = tuple(x.shape[-dims:]), tuple(y.shape[-dims:])
         if adaptive:
             ctx.windows, ctx.arguments = Windows.adaptive(size, out), None
@@ -240,7 +240,7 @@ def _avg_pool(dims, x, arguments):
 class _AvgPoolFunction(SavingFunction):
     @staticmethod
     def forward(ctx, x, dims, arguments):
-        y = layout.unviewed(_torch_avg(dims, x, arguments))
+        y = _torch_avg(dims, x, arguments).data
         kernel, stride, padding, ceil_mode, count_include_pad, *divisor = arguments
         kernel = per_dim(kernel, dims)
         stride = per_dim(stride, dims) if stride not in (None, (), []) else kernel
@@ -287,7 +287,7 @@ class _AdaptiveAvgPoolFunction(SavingFunction):
     @staticmethod
     def forward(ctx, x, dims, output_size):
         ctx.source = _Source.of(x, dims)
-        return layout.unviewed(_of_torch("adaptive_avg_pool", dims)(x, output_size))
+        return _of_torch("adaptive_avg_pool", dims)(x, output_size).data
 
     @staticmethod
     def backward(ctx, grad):

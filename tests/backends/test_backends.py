@@ -362,23 +362,18 @@ def test_backends_have_the_attributes_that_are_documented():
 # -- The choice of a backend -------------------------------------------------------------------------------------
 
 
-class On:
-    """A stand-in for a tensor with the properties that the choice of a backend uses."""
-
-    def __init__(self, *device):
-        self.device = torch.device(*device)
-
-
 def test_an_old_driver_means_the_reference_backend_and_one_warning(monkeypatch):
     native = pytest.importorskip("fewbit.runtime.backends.native", exc_type=ImportError)
     reason = "the driver supports CUDA 12.4, these kernels need 13.0"
     monkeypatch.setattr(native, "cuda_unusable", lambda device: reason)
-    monkeypatch.setattr(backends, "_chosen", {})
+    monkeypatch.setattr(backends, "on", type(backends.on)())
     with pytest.warns(
         RuntimeWarning, match="^fewbit uses its slower reference .* on cuda:0: the driver"
     ):
-        assert backends.of(On("cuda", 0)) is reference
-    assert backends.of(On("cuda", 0)) is reference  # and no second warning, which would be an error
+        assert backends.on[torch.device("cuda", 0)] is reference
+    assert (
+        backends.on[torch.device("cuda", 0)] is reference
+    )  # and no second warning, which would be an error
 
 
 def test_without_cuda_kernels_the_reason_is_said():
@@ -394,11 +389,11 @@ def test_without_kernels_the_reference_backend_and_one_warning(monkeypatch):
         sys.modules, "fewbit.runtime.backends.native", None
     )  # an import of it now fails
     monkeypatch.delattr(sys.modules["fewbit.runtime.backends"], "native", raising=False)
-    monkeypatch.setattr(backends, "_chosen", {})
+    monkeypatch.setattr(backends, "on", type(backends.on)())
     with pytest.warns(
         RuntimeWarning, match="^fewbit uses its slower reference backend on cpu: its compiled"
     ):
-        assert backends.of(On("cpu")) is reference
+        assert backends.on[torch.device("cpu")] is reference
 
 
 def test_other_devices_have_the_reference_backend():

@@ -42,11 +42,14 @@ def gpu(monkeypatch, reason, driver=13000, build="13.0"):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
-    monkeypatch.setattr(torch, "empty", lambda size, device: device)
     usable = reference if reason else type("Kernels", (), {"name": "cuda"})
-    monkeypatch.setattr(
-        backends, "of", lambda device: backends._fall_back(device, reason) if reason else usable
-    )
+    choose = lambda device: backends._fall_back(device, reason) if reason else usable  # noqa: E731
+    _chosen_by(monkeypatch, choose)
+
+
+def _chosen_by(monkeypatch, choose):
+    monkeypatch.setattr(backends, "on", type(backends.on)())
+    monkeypatch.setattr(backends, "_choose", choose)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ def test_a_gpu_that_torch_was_not_built_for(monkeypatch):
 def test_a_machine_without_a_compiler(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.setenv("CXX", "ccache g++")
-    monkeypatch.setattr(backends, "of", lambda tensor: reference)
+    _chosen_by(monkeypatch, lambda device: reference)
     found = parts()
     assert found["CPU kernels"][1].startswith("install a C++ compiler")
     assert 'backend="aot_eager" only' in found["fewbit.compile"][0]

@@ -88,7 +88,7 @@ class FakeCuda(TorchDispatchMode):
         }
         for name, value in methods.items():
             monkeypatch.setattr(torch.Tensor, name, value)
-        monkeypatch.setitem(backends._chosen, DEVICE, _Kernels(self))
+        monkeypatch.setitem(backends.on, DEVICE, _Kernels(self))
 
     # -- Streams -----------------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class _Kernels:
     """
 
     def __init__(self, cuda: FakeCuda):
-        self._cuda, self._cpu, self.name = cuda, backends.of(torch.empty(0)), "cuda"
+        self._cuda, self._cpu, self.name = cuda, backends.on[torch.device("cpu")], "cuda"
 
     def can_quantize_result(self, function):
         return function == "relu"

@@ -32,7 +32,7 @@ model(x).square().mean().backward()
 assert all(parameter.grad is not None for parameter in model.parameters())
 assert "fewbit.ReLU" in str(controller.report)
 from fewbit.runtime import backends
-found = backends.of(x).name
+found = backends.on[x.device].name
 assert (found == "reference") is {reference}, found
 assert fewbit.__file__.startswith({prefix!r}), fewbit.__file__
 """

@@ -30,14 +30,14 @@ class Regions(nn.Module):
 @pytest.fixture
 def restored(monkeypatch):
     """Return (samples, bits of all samples) of the dequantized tensors."""
-    seen, original = [], QuantizedTensorSpec._by_kernel
+    seen, original = [], QuantizedTensorSpec.dequantize
 
     def values(self, tensors, *rest):
         total = int(tensors[2].sum()) if len(tensors) > 2 else None
         seen.append((self.samples, total))
         return original(self, tensors, *rest)
 
-    monkeypatch.setattr(QuantizedTensorSpec, "_by_kernel", values)
+    monkeypatch.setattr(QuantizedTensorSpec, "dequantize", values)
     return seen
 
 

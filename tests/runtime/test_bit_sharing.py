@@ -37,7 +37,7 @@ def test_split_is_the_best_allocation(samples, average, kind, device):
 @pytest.mark.parametrize("kind", ["uniform", "rotated"])
 @pytest.mark.parametrize("samples", [1, 3, 255, 700])
 def test_kernels_divide_bits_as_the_reference_does(samples, kind, device):
-    kernels = backends.of(torch.empty(0, device=device))
+    kernels = backends.on[torch.empty(0, device=device).device]
     check_bits_of_samples(kernels, samples, kind, device)
 
 

@@ -52,20 +52,20 @@ def conv_bn_relu():
 
 TOKENS, IMAGES = (4, 16, 64), (4, 8, 8, 8)
 BUDGETS = {  # name: (layers, shape of the input, calls of the forward, of the backward; under AdaptiveBits in steps that measure nothing)
-    "linear": (lambda: [nn.Linear(64, 64)], TOKENS, 85, 29, 132, 31),
-    "conv": (lambda: [nn.Conv2d(8, 8, 3)], IMAGES, 92, 22, 139, 24),
-    "layer norm": (lambda: [nn.LayerNorm(64)], TOKENS, 107, 34, 154, 37),
-    "rms norm": (lambda: [nn.RMSNorm(64)], TOKENS, 110, 33, 157, 35),
-    "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 126, 45, 185, 49),
-    "conv, batch norm, ReLU": (conv_bn_relu, IMAGES, 254, 99, 335, 103),
-    "linear, GELU": (lambda: [nn.Linear(64, 64), nn.GELU()], TOKENS, 159, 51, 238, 55),
-    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 81, 36, 105, 36),
-    "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 169, 70, 193, 70),
-    "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 105, 13, 144, 13),
-    "attention": (lambda: [Attention()], (4, 4, 16, 16), 167, 126, 260, 132),
-    "block": (lambda: [Block()], TOKENS, 613, 350, 886, 374),
+    "linear": (lambda: [nn.Linear(64, 64)], TOKENS, 81, 27, 128, 29),
+    "conv": (lambda: [nn.Conv2d(8, 8, 3)], IMAGES, 90, 20, 137, 22),
+    "layer norm": (lambda: [nn.LayerNorm(64)], TOKENS, 106, 32, 153, 35),
+    "rms norm": (lambda: [nn.RMSNorm(64)], TOKENS, 109, 31, 156, 33),
+    "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 125, 43, 184, 47),
+    "conv, batch norm, ReLU": (conv_bn_relu, IMAGES, 250, 84, 331, 88),
+    "linear, GELU": (lambda: [nn.Linear(64, 64), nn.GELU()], TOKENS, 154, 47, 233, 51),
+    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 80, 35, 104, 35),
+    "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 167, 69, 191, 69),
+    "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 104, 13, 143, 13),
+    "attention": (lambda: [Attention()], (4, 4, 16, 16), 163, 115, 256, 121),
+    "block": (lambda: [Block()], TOKENS, 593, 325, 866, 349),
 }
-FILES_OF_LINEAR, OWN_OF_LINEAR = 23, (37, 12)
+FILES_OF_LINEAR, OWN_OF_LINEAR = 20, (32, 10)
 
 
 class Attention(nn.Module):

@@ -189,7 +189,7 @@ MODELS = {
 LEARNING = "observed", "bound"
 """Whose bits follow from the steps before."""
 OPERATIONS = (
-    (backends.of(torch.empty(0)), "quantize"), (quantizer_ops, "dequantize"), (activation_ops, "activation"),
+    (backends.on[torch.device("cpu")], "quantize"), (quantizer_ops, "dequantize"), (activation_ops, "activation"),
     (original_functions.functional, "linear"), (original_functions.functional, "scaled_dot_product_attention"),
 )  # fmt: skip
 

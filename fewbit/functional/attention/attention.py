@@ -226,7 +226,7 @@ class _Attention(SavingFunction):
         else:
             gradients = _gradients(inputs, grads, ctx.needs, ctx.autocast, ctx.how, state)
         gradients = iter(gradients)
-        return *(next(gradients) if is_needed else None for is_needed in ctx.needs), None, None
+        return *[next(gradients) if is_needed else None for is_needed in ctx.needs], None, None
 
 
 def _without_mean(x):

@@ -14,18 +14,19 @@ import torch
 
 from fewbit.runtime.backends import reference
 
-_chosen: dict[torch.device, object] = {}
 
+class _Backends(dict):
+    """{device: its backend}, the compiled kernels or else the reference backend, chosen when a device is first asked for.
 
-def of(tensor: torch.Tensor):
-    """Return the backend of the tensor's device: the compiled kernels, or else the reference backend.
-
-    If compiled kernels exist for this type of device but cannot run, the first call warns.
+    If compiled kernels exist for this type of device but cannot run, the choice warns.
     """
-    device = tensor.device
-    if device not in _chosen:
-        _chosen[device] = _choose(device)
-    return _chosen[device]
+
+    def __missing__(self, device: torch.device):
+        self[device] = _choose(device)
+        return self[device]
+
+
+on = _Backends()
 
 
 def _choose(device: torch.device):

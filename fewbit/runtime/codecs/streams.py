@@ -66,7 +66,7 @@ def read(words, widths, n: int, nonzeros) -> torch.Tensor:
 
 def _pack(values: torch.Tensor, width: int) -> torch.Tensor:
     """Pack (n,) int32 values below 2^width; above 8 bits, the lower 8 bits of all values come first."""
-    backend = backends.of(values)
+    backend = backends.on[values.device]
     low = backend.pack((values & 255).to(torch.uint8), min(width, BYTE))
     if width <= BYTE:
         return low
@@ -75,7 +75,7 @@ def _pack(values: torch.Tensor, width: int) -> torch.Tensor:
 
 def _unpack(words, width: int, n: int):
     """Unpack n values. Return them, int32, and the words that follow."""
-    backend = backends.of(words)
+    backend = backends.on[words.device]
     low, high = packed_words(n, min(width, BYTE)), packed_words(n, max(width - BYTE, 0))
     values = backend.unpack(words[:low].contiguous(), min(width, BYTE), n).to(torch.int32)
     if high:

@@ -51,7 +51,7 @@ class Sparse(NamedTuple):
 
     def dequantize(self, tensors) -> torch.Tensor:
         mask, packed, ranges = tensors
-        backend, inner, n = backends.of(packed), self.inner, prod(self.inner.size)
+        backend, inner, n = backends.on[packed.device], self.inner, prod(self.inner.size)
         is_saved = backend.unpack(mask, 1, n).bool()
         codes = torch.zeros(n, dtype=torch.uint8, device=packed.device)
         codes[is_saved] = backend.unpack(packed, inner.bits, self.nonzero)
@@ -69,7 +69,7 @@ def _without_zeros(piece: Piece) -> Piece:
     if not isinstance(spec, QuantizedTensorSpec):
         return piece
     packed, ranges = tensors
-    x, backend = piece.x, backends.of(packed)
+    x, backend = piece.x, backends.on[packed.device]
     source = layout.storage_order(x if layout.is_by_sample(x) else x.contiguous())
     place = spec.bits, spec.group_size, spec.size, spec.stride
     values = quantizer_ops.dequantize(packed, ranges, *place, torch.float32)

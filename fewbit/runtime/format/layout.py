@@ -177,11 +177,6 @@ def _stride(x: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride)
 
 
-def unviewed(y: torch.Tensor) -> torch.Tensor:
-    """Return y as no view, because torch forbids writing to a view that a Function returns."""
-    return y if torch.compiler.is_dynamo_compiling() else y.data
-
-
 def storage_order(x: torch.Tensor) -> torch.Tensor:
     """Return a 1-D view of the elements of a dense x in storage order."""
     return x.view(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,))

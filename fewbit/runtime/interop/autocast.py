@@ -13,7 +13,7 @@ def with_torch_casts(function, *args, **kwargs):
     A weight that is cast inside an autograd Function has no graph, so other layers must not get it from the cache.
     """
     # A compiler traces the casts, and its partitioner chooses the tensors to save.
-    if torch.compiler.is_dynamo_compiling() or not torch._C._is_any_autocast_enabled():
+    if not torch._C._is_any_autocast_enabled() or torch.compiler.is_dynamo_compiling():
         return function(*args, **kwargs)
     with _uncached():
         return function(*args, **kwargs)

@@ -29,7 +29,7 @@ def activation(x, function, parameters, encoding, seed, inplace):
     x is a floating tensor of any strides. If `inplace`, f(x) is written to x, whose elements must not share memory. The
     other arguments are those of `reference.forward`.
     """
-    backend, packed = backends.of(x), None
+    backend, packed = backends.on[x.device], None
     source = x if x.is_contiguous() else layout.dense(x)
     out = source if inplace else _empty_result(x, function)
     if out is not None:
@@ -76,7 +76,7 @@ def activation_quantized(x, function, parameters, encoding, seed, inplace, quant
     Returns:
         (f(x), the packed codes, the SavedTensors of f(x)); None, with nothing done, if the backend has no such pass.
     """
-    backend = backends.of(x)
+    backend = backends.on[x.device]
     if not backend.can_quantize_result(function):
         return None
     out = x if inplace else _empty_result(x, function)
@@ -93,19 +93,18 @@ def activation_quantized(x, function, parameters, encoding, seed, inplace, quant
 
 def encode(x, encoding, seed):
     """Return the packed codes of x, in storage order if x is dense, else in row-major order."""
-    return backends.of(x).encode(layout.dense(x), encoding, seed)
+    return backends.on[x.device].encode(layout.dense(x), encoding, seed)
 
 
 def decode_mul(grad, packed, encoding, stride):
     """Return the gradient of the activation's input, with the strides of the packed tensor (None for contiguous ones)."""
-    if stride is None and grad.is_contiguous():
-        out = torch.empty_like(grad, memory_format=torch.contiguous_format)
+    if not layout.is_broadcast_scalar(grad):
+        grad = grad.contiguous() if stride is None else layout.bring_to(grad, stride)
+    if stride is None:
+        out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     else:
-        stride = stride or layout.contiguous_stride(grad.shape)
-        if not layout.is_broadcast_scalar(grad):
-            grad = layout.bring_to(grad, stride)
         out = torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device)
-    backends.of(grad).decode_mul(grad, packed, encoding, out)
+    backends.on[grad.device].decode_mul(grad, packed, encoding, out)
     return out
 
 
@@ -113,7 +112,9 @@ def decode_mul(grad, packed, encoding, stride):
 
 
 def _encode(x, encoding, stride, seed=None):
-    return backends.of(x).encode(layout.with_stride(x, stride), Encoding.parse(encoding), seed)
+    return backends.on[x.device].encode(
+        layout.with_stride(x, stride), Encoding.parse(encoding), seed
+    )
 
 
 def _decode_mul(grad, packed, encoding, stride):

@@ -79,7 +79,7 @@ def _anchor(kept):
 def _pack_mask(mask):
     mask = mask.contiguous()
     if mask.dtype is torch.bool:
-        return backends.of(mask).pack(mask.view(torch.uint8).view(-1), 1)
+        return backends.on[mask.device].pack(mask.view(torch.uint8).view(-1), 1)
     return activation_ops.encode(mask, _STEP, None)
 
 
@@ -107,11 +107,11 @@ dequantize_by_channels_op = _define(
 anchor_op = _define("anchor(Tensor kept) -> Tensor", _anchor)
 pack_op = _define(
     "pack(Tensor codes, int bits) -> Tensor",
-    lambda codes, bits: backends.of(codes).pack(codes.contiguous().view(-1), bits),
+    lambda codes, bits: backends.on[codes.device].pack(codes.contiguous().view(-1), bits),
 )
 unpack_op = _define(
     "unpack(Tensor packed, int bits, SymInt n) -> Tensor",
-    lambda packed, bits, n: backends.of(packed).unpack(packed.contiguous(), bits, n),
+    lambda packed, bits, n: backends.on[packed.device].unpack(packed.contiguous(), bits, n),
 )
 pack_mask_op = _define("pack_mask(Tensor mask) -> Tensor", _pack_mask)
 unpack_mask_op = _define(

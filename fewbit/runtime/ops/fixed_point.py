@@ -27,21 +27,21 @@ def grid_of(weight, bias, bits: int, device) -> torch.Tensor:
     gamma, beta = _vectors(weight, bias, device)
     if is_abstract(gamma):
         return gamma.new_empty((7, len(gamma)), dtype=torch.float32)
-    return backends.of(gamma).grid_fixed(gamma, beta, bits)
+    return backends.on[gamma.device].grid_fixed(gamma, beta, bits)
 
 
 def encode(x, y, grid, bits: int, inner: int, normalize=None) -> torch.Tensor:
     """See `encode_fixed`. A fake or meta tensor gets codes without data."""
     if is_abstract(x):
         return x.new_empty(packed_words(x.numel(), bits), dtype=torch.int32)
-    return backends.of(x).encode_fixed(x, y, grid, bits, inner, normalize)
+    return backends.on[x.device].encode_fixed(x, y, grid, bits, inner, normalize)
 
 
 def decode(packed, grid, bits: int, inner: int, size, stride, dtype, slope=None, scale=None):
     """See `decode_fixed`."""
     out = packed.new_empty_strided(size, stride, dtype=dtype)
     if not is_abstract(packed):
-        backends.of(packed).decode_fixed(packed, grid, bits, inner, out, slope, scale)
+        backends.on[packed.device].decode_fixed(packed, grid, bits, inner, out, slope, scale)
     return out
 
 
@@ -49,7 +49,7 @@ def mask(grad, packed, grid, bits: int, inner: int, slope: float) -> torch.Tenso
     """See `mask_fixed`."""
     out = torch.empty_like(grad)
     if not is_abstract(grad):
-        backends.of(grad).mask_fixed(grad, packed, grid, bits, inner, slope, out)
+        backends.on[grad.device].mask_fixed(grad, packed, grid, bits, inner, slope, out)
     return out
 
 

@@ -29,7 +29,7 @@ def quantize(
         x = x.detach().contiguous()
     if x.dtype is torch.float64:
         x = x.float()  # the kernels compute in float32
-    return backends.of(x).quantize(x, seed, bits, group_size, widths, words, normalize, kind)
+    return backends.on[x.device].quantize(x, seed, bits, group_size, widths, words, normalize, kind)
 
 
 def quantize_samples(x, seed, slot, samples, group_size, normalize=None, kind=UNIFORM):
@@ -41,7 +41,7 @@ def quantize_samples(x, seed, slot, samples, group_size, normalize=None, kind=UN
         packed and ranges, as of `quantize`; widths, (samples,) uint8, the bits of each sample; and the `sensitivities`.
     """
     source = _by_samples(x, samples)
-    total, backend = slot.total(samples), backends.of(source)
+    total, backend = slot.total(samples), backends.on[source.device]
     of_samples = backend.squares(source, group_size, normalize, kind)
     of_samples = slot.assignment.sensitivities(slot, of_samples)
     widths = backend.share_bits(of_samples, total, kind)
@@ -68,7 +68,7 @@ def channel_statistics(x, count, normalize=None):
     """See `reference.channel_statistics`."""
     source = x if x.is_contiguous() or layout.is_by_sample(x) else x.detach().contiguous()
     source = _narrow(source)
-    return backends.of(source).channel_statistics(source, count, normalize)
+    return backends.on[source.device].channel_statistics(source, count, normalize)
 
 
 def squares(x, group_size, normalize=None, kind=UNIFORM):
@@ -77,7 +77,7 @@ def squares(x, group_size, normalize=None, kind=UNIFORM):
     Times `distortion(kind, bits)`, it is the variance, summed over the sample's elements. `layout.is_by_sample(x)` must
     be true.
     """
-    return backends.of(x).squares(_narrow(x), group_size, normalize, kind)
+    return backends.on[x.device].squares(_narrow(x), group_size, normalize, kind)
 
 
 def rounding_variance(x, samples, group_size, normalize, bits, generator):
@@ -122,7 +122,7 @@ def dequantize(
     narrow = torch.float32 if is_wide else dtype
     out = torch.empty_strided(size, stride, dtype=narrow, device=packed.device)
     settings = widths, affine, kind, mask, channels
-    backends.of(packed).dequantize(packed, ranges, bits, group_size, out, *settings)
+    backends.on[packed.device].dequantize(packed, ranges, bits, group_size, out, *settings)
     return out.double() if is_wide else out
 
 

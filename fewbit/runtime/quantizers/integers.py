@@ -48,7 +48,7 @@ class PackedIntegersSpec(NamedTuple):
             return values
         count = prod(self.size)
         if is_plain(values):
-            return backends.of(values).unpack(values, self.bits, count)
+            return backends.on[values.device].unpack(values, self.bits, count)
         return dense_ops.unpack_op(values, self.bits, count)
 
 
@@ -104,7 +104,7 @@ def _pack(values, bits, count):
     flat = layout.storage_order(values)
     if bits > MOST_BITS:
         return flat.to(dtype_of(count), copy=True)  # the values may change later
-    return backends.of(values).pack(flat.to(torch.uint8), bits)
+    return backends.on[values.device].pack(flat.to(torch.uint8), bits)
 
 
 def _flat(values):

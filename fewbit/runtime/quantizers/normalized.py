@@ -113,7 +113,7 @@ def batch_norm_gradients(spec, saved, inner, grad, rstd, weight, needs_input):
     tensors = grad, rstd, *saved, *(() if weight is None else (weight,))
     if not (fits and all(map(is_plain, tensors))):
         return None
-    backend = backends.of(grad)
+    backend = backends.on[grad.device]
     if not backend.can_compute_batch_norm(spec.bits, spec.group_size, spec.size):
         return None
     grad = layout.with_stride(grad, spec.stride, by_sample=True)

@@ -284,7 +284,7 @@ class Quantizer:
             x = x.float()  # the kernels compute in float32
         if channels:
             normalize = with_channels(x, normalize, channels)
-        tensors = backends.of(x).quantize(
+        tensors = backends.on[x.device].quantize(
             x, seed, bits, self.group_size, None, None, normalize, kind
         )
         if channels:

@@ -69,20 +69,23 @@ class QuantizedTensorSpec(NamedTuple):
         affine = (scale, shift, inner) the values are multiplied by scale and added to shift before the result is
         rounded to dtype; either may be None; inner is as in `channels.Normalization`.
         """
-        if affine is not None and not (affine[0] is affine[1] is None):
-            return self._dequantize_mapped(tensors, dtype or self.dtype, affine)
-        if _have_memory(tensors):
-            return self._by_kernel(tensors, dtype or self.dtype)
+        dtype, have_memory = dtype or self.dtype, _have_memory(tensors)
+        if affine is not None and affine[0] is affine[1] is None:
+            affine = None
+        if affine is not None:
+            if not have_memory or not self._is_mapped_by_kernel(affine):
+                return in_dtype(map_affine(self.dequantize(tensors), affine), dtype)
+            scale, shift, inner = affine
+            affine = flat(scale), flat(shift), inner
         packed, ranges = tensors[:2]
         widths = None if self.samples is None else tensors[2]
         mask = tensors[-1] if self.has_mask else None
         channels = tensors[-1 - self.has_mask] if self.has_channels else None
-        place = self.bits, self.group_size, self.size, self.stride, dtype or self.dtype
-        return traced_copies.dequantize(packed, ranges, *place, self.kind, widths, channels, mask)
-
-    def _by_kernel(self, tensors, dtype, affine=None):
-        packed, ranges = tensors[:2]
-        bits, samples, widths = self.bits, self.samples, None
+        if not have_memory:
+            place = self.bits, self.group_size, self.size, self.stride, dtype
+            how = self.kind, widths, channels, mask
+            return traced_copies.dequantize(packed, ranges, *place, *how)
+        bits, samples = self.bits, self.samples
         is_wide = dtype is torch.float64
         out = rows = torch.empty_strided(
             self.size,
@@ -91,15 +94,13 @@ class QuantizedTensorSpec(NamedTuple):
             device=packed.device,
         )
         if samples is not None:
-            bits, widths = 0, tensors[2]
+            bits = 0
             rows = out if self.size[0] == samples else out.view(samples, -1)
-        mask = tensors[-1] if self.has_mask else None
-        channels = tensors[-1 - self.has_mask] if self.has_channels else None
         how = widths, affine, self.kind, mask, channels
-        backends.of(packed).dequantize(packed, ranges, bits, self.group_size, rows, *how)
+        backends.on[packed.device].dequantize(packed, ranges, bits, self.group_size, rows, *how)
         return out.double() if is_wide else out
 
-    def _dequantize_mapped(self, tensors, dtype, affine):
+    def _is_mapped_by_kernel(self, affine) -> bool:
         scale, shift, inner = affine
         fits = inner is not None and self.dtype is torch.float32 and not self.has_mask
         fits = fits and (scale is None or type(scale) in PLAIN_CLASSES)
@@ -107,9 +108,7 @@ class QuantizedTensorSpec(NamedTuple):
         # The kernels do not map short samples of different bits.
         if fits and self.samples is not None:
             fits = prod(self.size) >= self.samples * groups.LEAST_FEATURES
-        if fits and _have_memory(tensors):
-            return self._by_kernel(tensors, dtype, (flat(scale), flat(shift), inner))
-        return in_dtype(map_affine(self.dequantize(tensors), affine), dtype)
+        return fits
 
     def with_slot(self, slot: TensorSlot) -> QuantizedTensorSpec:
         return self._replace(slot=slot)

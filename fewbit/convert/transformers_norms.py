@@ -9,18 +9,9 @@ import torch
 from torch import Tensor
 
 from fewbit import functional as F
+from fewbit.functional.layer_norm import RMSNormFunction
 from fewbit.nn.base import Quantized
-from fewbit.runtime.format import sums
-from fewbit.runtime.format.channels import Statistics
-from fewbit.runtime.probes import gradient_errors
-from fewbit.runtime.quantizers import copies
-from fewbit.runtime.quantizers.normalized import (
-    dequantize_copies,
-    input_gradient,
-    save_copies,
-    share_result,
-)
-from fewbit.runtime.saved.saving_function import SavingFunction, is_differentiated
+from fewbit.runtime.saved.saving_function import is_differentiated
 
 
 class Form(NamedTuple):
@@ -66,10 +57,8 @@ class TransformersRMSNorm(Quantized):
         weight = None if form.weight is None else getattr(self, form.weight)
         if not self.training or not is_differentiated(hidden_states, weight):
             return self._exact(hidden_states)
-        eps = getattr(self, form.eps)
-        return _TransformersRMSNorm.apply(
-            hidden_states, weight, eps, form, self.copies, self.quantizer
-        )
+        how = getattr(self, form.eps), form.forward, form.offset, self.copies, self.quantizer
+        return RMSNormFunction.apply(hidden_states, hidden_states.shape[-1:], weight, *how)
 
 
 class LigerRMSNorm(TransformersRMSNorm):
@@ -131,46 +120,6 @@ def forward(self, x):
         return F.layer_norm(
             hidden_states, shape, self.weight, self.bias, self.variance_epsilon, **options
         )
-
-
-class _TransformersRMSNorm(SavingFunction):
-    @staticmethod
-    def forward(ctx, x, weight, eps, form, number_of_copies, quantizer):
-        scale = scale_of(weight, form.offset)
-        y, rstd = form.forward(x, scale, eps)
-        needs_x = ctx.needs_input_grad[0]
-        ctx.offset = form.offset
-        inner = x.shape[-1] if x.is_contiguous() else None
-        statistics = Statistics(None, rstd, inner)
-        first, second = save_copies(x, statistics, number_of_copies, quantizer, (-1,))
-        share_result(quantizer, y, first, scale, None)
-        weight, rstd = (weight, rstd) if needs_x else (None, None)
-        return copies.keep(ctx, y, weight=weight, rstd=rstd, x=first, x2=second)
-
-    @staticmethod
-    def backward(ctx, grad):
-        kept = copies.Kept(ctx)
-        weight, rstd = kept.tensor("weight"), kept.tensor("rstd")
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
-        first, second = dequantize_copies(kept)
-        grad, grad_x, grad_weight = grad.to(first.dtype), None, None
-        if needs_x:
-            g = grad if weight is None else grad * scale_of(weight, ctx.offset).to(first.dtype)
-            grad_x = input_gradient(g, first, second, rstd, -1, centered=False)
-        if needs_weight:
-            grad_weight = sums.over_rows(grad * first)
-        return grad_x, grad_weight, None, None, None, None
-
-    @staticmethod
-    def gradient_errors(ctx, kept, grad, results, errors):
-        """Return the errors in docs/concepts/theory/ac_gc.md, section 6."""
-        of_norm = scale_of(kept.tensor("weight"), ctx.offset), 1, 1
-        return gradient_errors.of_rows(ctx, kept, grad, errors, *of_norm)
-
-
-def scale_of(weight, offset):
-    """Return weight + offset; None without a weight."""
-    return weight if weight is None or not offset else offset + weight.float()
 
 
 def _normalized(x, eps):

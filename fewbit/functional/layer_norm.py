@@ -122,7 +122,7 @@ def rms_norm(
     x, weight = input, *contiguous(weight)
     if _RMS_NORM_IS_CAST:
         x, weight = map(in_float32, (x, weight))
-    return _RMSNorm.apply(x, shape, weight, eps, copies, quantizer)
+    return RMSNormFunction.apply(x, shape, weight, eps, None, 0.0, copies, quantizer)
 
 
 def group_norm(
@@ -256,9 +256,8 @@ class _LayerNorm(SavingFunction):
                 grad, x, ctx.shape, constant_like(rstd, 0.0), rstd, scale, scale, mask
             )
             if needs_x and not has_one_copy:
-                dims = tuple(range(-len(ctx.shape), 0))
                 g = weighted(grad, weight).to(rstd.dtype)
-                grad_x = input_gradient(g, *dequantize_copies(kept), rstd, dims)
+                grad_x = input_gradient(g, *dequantize_copies(kept), rstd, _last(ctx.shape))
         if needs_bias and grad_bias is None:
             grad_bias = sums.over_rows(grad, len(ctx.shape))
         return grad_x, None, grad_weight, grad_bias, None, None, None
@@ -288,15 +287,24 @@ def _is_fused(grad, weight) -> bool:
     return is_cuda and (weight is None or weight.dtype == grad.dtype)
 
 
-class _RMSNorm(SavingFunction):
+def with_offset(weight, offset: float):
+    """Return weight + offset, added in float32; None without a weight."""
+    return weight if weight is None or not offset else offset + weight.float()
+
+
+class RMSNormFunction(SavingFunction):
+    """RMS norm with the weight plus `offset`, computed by torch, or by `form`, a function as `Form.forward` of transformers' norms."""
+
     @staticmethod
-    def forward(ctx, x, shape, weight, eps, number_of_copies, quantizer):
-        y, rstd = _fused_rms_norm(x, shape, weight, eps)
-        ctx.shape = shape
+    def forward(ctx, x, shape, weight, eps, form, offset, number_of_copies, quantizer):
+        scale = with_offset(weight, offset)
+        y, rstd = form(x, scale, eps) if form else _fused_rms_norm(x, shape, weight, eps)
+        ctx.shape, ctx.offset, ctx.is_torchs = shape, offset, form is None
         ctx.inner = math.prod(shape) if x.is_contiguous() else None
         settings = number_of_copies, quantizer, _last(shape)
         first, second = save_copies(x, Statistics(None, rstd, ctx.inner), *settings)
-        share_result(quantizer, y, first, weight, None)
+        share_result(quantizer, y, first, scale, None)
+        rstd, weight = (rstd, weight) if ctx.needs_input_grad[0] else (None, None)
         return copies.keep(ctx, y, rstd=rstd, weight=weight, x=first, x2=second)
 
     @staticmethod
@@ -304,24 +312,27 @@ class _RMSNorm(SavingFunction):
         kept = copies.Kept(ctx)
         rstd, weight = kept.tensor("rstd"), kept.tensor("weight")
         needs_x, _, needs_weight, *_ = ctx.needs_input_grad
-        if kept.copy("x2") is None and _is_fused(grad, weight):
+        has_one_copy = kept.copy("x2") is None
+        if ctx.is_torchs and needs_x and has_one_copy and _is_fused(grad, weight):
             x = dequantize_scaled(kept, rstd, ctx.inner, grad.dtype)
             grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(
-                grad.contiguous(), x, ctx.shape, rstd, weight, (needs_x, needs_weight)
+                grad.contiguous(), x, ctx.shape, rstd, weight, (True, needs_weight)
             )
-            return grad_x, None, grad_weight, None, None, None
+            return grad_x, None, grad_weight, None, None, None, None, None
         first, second = dequantize_copies(kept)
-        grad = grad.to(rstd.dtype)
-        grad_x = grad_weight = None
+        grad, grad_x, grad_weight = grad.to(first.dtype), None, None
         if needs_x:
-            dims = tuple(range(-len(ctx.shape), 0))
-            g = weighted(grad, weight)
-            grad_x = input_gradient(g, first, second, rstd, dims, centered=False)
+            g = weighted(grad, with_offset(weight, ctx.offset))
+            grad_x = input_gradient(g, first, second, rstd, _last(ctx.shape), centered=False)
         if needs_weight:
             grad_weight = sums.over_rows(grad * first, len(ctx.shape))
-        return grad_x, None, grad_weight, None, None, None
+        return grad_x, None, grad_weight, None, None, None, None, None
 
-    gradient_errors = _LayerNorm.gradient_errors
+    @staticmethod
+    def gradient_errors(ctx, kept, grad, results, errors):
+        """Return the errors in docs/concepts/theory/ac_gc.md, section 6."""
+        of_norm = with_offset(kept.tensor("weight"), ctx.offset), len(ctx.shape), 2
+        return gradient_errors.of_rows(ctx, kept, grad, errors, *of_norm)
 
 
 class _GroupNorm(SavingFunction):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from fewbit.config import ROTATED, UNIFORM
 from fewbit.runtime.format.tensor_checks import FLOATING
 from fewbit.runtime.interop import clamp
 from fewbit.runtime.quantizers import integers
-from fewbit.runtime.quantizers.spec import SavedTensors
+from fewbit.runtime.quantizers.spec import SavedTensors, computed_from
 
 
 class Rule:
@@ -26,16 +27,14 @@ class Rule:
     Attributes:
         is_exact: whether the compression loses nothing.
         takes_constants: whether tensors that need no gradient are compressed as well.
-        exact_bits: the bits per element of the copy if `is_exact`.
     """
 
     is_exact = False
     takes_constants = False
-    exact_bits = 1
 
     def bits(self, settings) -> int:
         """Return the bits per element of the copy, without the numbers of groups; `settings` are `GraphSettings`."""
-        return self.exact_bits
+        raise NotImplementedError
 
     def compress(
         self,
@@ -94,123 +93,74 @@ class DerivativeRule(Rule):
         if x.dtype not in FLOATING:
             return None
         derivative = self.derivative(x.to(torch.promote_types(x.dtype, torch.float32)))
-        tensors, spec, *_ = quantize(derivative, settings.derivative_bits, UNIFORM)
-        return SavedTensors(tensors, _InverseSpec(spec, self.inverse, x.dtype))
+        copy = quantize(derivative, settings.derivative_bits, UNIFORM)
+        return computed_from(self.inverse, (copy,), x.dtype)
 
 
 @dataclass(frozen=True)
-class MaskRule(Rule):
-    """The argument is a mask of bools, which is packed."""
+class ExactRule(Rule):
+    """The gradient is the same to the bit with the copy that `copy` makes of the argument; None if it makes none."""
 
+    copy: Callable[[torch.Tensor], SavedTensors | None]
+    exact_bits: int = 1
     is_exact = True
 
-    def compress(self, x, settings, quantize):
-        if x.dtype is not torch.bool:
-            return None
-        tensors, spec, *_ = integers.pack(x, 2)
-        return SavedTensors(tensors, integers.CastSpec(spec, torch.bool))
-
-
-@dataclass(frozen=True)
-class TwoValuedRule(Rule):
-    """The argument has two values, 0 and a positive number, as the factor of dropout. On a GPU it stays as it is."""
-
-    is_exact = True
+    def bits(self, settings):
+        return self.exact_bits
 
     def compress(self, x, settings, quantize):
-        if x.is_cuda or x.dtype not in FLOATING:
-            return None
-        value = x.amax()
-        if not ((x == 0) | (x == value)).all():
-            return None
-        tensors, spec, *_ = integers.pack(x != 0, 2)
-        return SavedTensors(tensors, _ChoiceSpec(spec, x.dtype, value.item(), 0.0))
+        return self.copy(x)
 
 
-@dataclass(frozen=True)
-class PositiveRule(Rule):
-    """The gradient depends on the signs of the argument alone, as that of ReLU."""
-
-    is_exact = True
-
-    def compress(self, x, settings, quantize):
-        tensors, spec, *_ = integers.pack(x > 0, 2)
-        return SavedTensors(tensors, integers.CastSpec(spec, x.dtype))
+def _flags(x, dtype=torch.bool) -> SavedTensors:
+    """Return a copy of bools, which are restored in `dtype`."""
+    tensors, spec, *_ = integers.pack(x, 2)
+    return SavedTensors(tensors, integers.CastSpec(spec, dtype))
 
 
-@dataclass(frozen=True)
-class InsideRule(Rule):
-    """The gradient depends only on which elements are in an interval, as that of torch.clamp does."""
-
-    least: float | None
-    greatest: float | None
-    is_exact = True
-
-    def compress(self, x, settings, quantize):
-        tensors, spec, *_ = integers.pack(clamp.is_inside(x, self.least, self.greatest), 2)
-        # NaN is in no interval.
-        return SavedTensors(tensors, _ChoiceSpec(spec, x.dtype, self._point(x.dtype), math.nan))
-
-    def _point(self, dtype) -> float:
-        if self.greatest is None:
-            return math.inf
-        if self.least is None:
-            return -math.inf
-        most = torch.finfo(dtype).max
-        return (max(self.least, -most) + min(self.greatest, most)) / 2
+def _choice(x, one: float, zero: float, dtype) -> SavedTensors:
+    """Return a copy of bools, which are restored as one of two numbers."""
+    return computed_from(partial(_chosen, one, zero, dtype), (_flags(x),), dtype)
 
 
-@dataclass(frozen=True)
-class IndexRule(Rule):
-    """The argument has indices, int64, which are saved in the narrowest dtype that holds them.
-
-    On a GPU they stay as they are, because the host would have to wait.
-    """
-
-    is_exact = True
-    exact_bits = 16
-
-    def compress(self, x, settings, quantize):
-        if x.dtype is not torch.int64 or x.is_cuda:
-            return None
-        least, greatest = x.aminmax()
-        if least < 0 or integers.dtype_of(int(greatest) + 1) is x.dtype:
-            return None
-        return integers.narrow(x, int(greatest) + 1)
+def _chosen(one, zero, dtype, flags) -> torch.Tensor:
+    return torch.full_like(flags, zero, dtype=dtype).masked_fill_(flags, one)
 
 
-@dataclass(frozen=True)
-class SizeRule(Rule):
-    """The gradient depends on the size of the argument alone, so no tensor is saved."""
-
-    is_exact = True
-    exact_bits = 0
-
-    def compress(self, x, settings, quantize):
-        return SavedTensors((), _SizeSpec(tuple(x.shape), x.dtype, x.device))
-
-
-class _ChoiceSpec(NamedTuple):
-    """The spec of bools that are restored as one of two numbers."""
-
-    inner: integers.PackedIntegersSpec
-    dtype: torch.dtype
-    one: float
-    zero: float
-
-    def dequantize(self, tensors) -> torch.Tensor:
-        flags = self.inner.dequantize(tensors).bool()
-        values = torch.full_like(flags, self.zero, dtype=self.dtype)
-        return values.masked_fill_(flags, self.one)
+def _two_valued(x) -> SavedTensors | None:
+    """Copy 0 and a positive number, as the factor of dropout. On a GPU it stays as it is."""
+    if x.is_cuda or x.dtype not in FLOATING:
+        return None
+    value = x.amax()
+    if not ((x == 0) | (x == value)).all():
+        return None
+    return _choice(x != 0, value.item(), 0.0, x.dtype)
 
 
-class _InverseSpec(NamedTuple):
-    inner: NamedTuple
-    inverse: Callable
-    dtype: torch.dtype
+@lru_cache(maxsize=256)
+def inside_rule(least: float | None, greatest: float | None) -> ExactRule:
+    """Return the rule for torch.clamp, whose gradient depends only on which elements are in an interval."""
+    return ExactRule(partial(_inside, least, greatest))
 
-    def dequantize(self, tensors) -> torch.Tensor:
-        return self.inverse(self.inner.dequantize(tensors)).to(self.dtype)
+
+def _inside(least, greatest, x) -> SavedTensors:
+    if least is None or greatest is None:
+        point = math.inf if greatest is None else -math.inf
+    else:
+        most = torch.finfo(x.dtype).max
+        point = (max(least, -most) + min(greatest, most)) / 2
+    # NaN is in no interval.
+    return _choice(clamp.is_inside(x, least, greatest), point, math.nan, x.dtype)
+
+
+def _indices(x) -> SavedTensors | None:
+    """Copy indices, int64, in the narrowest dtype that holds them. On a GPU the host would have to wait."""
+    if x.dtype is not torch.int64 or x.is_cuda:
+        return None
+    least, greatest = x.aminmax()
+    if least < 0 or integers.dtype_of(int(greatest) + 1) is x.dtype:
+        return None
+    return integers.narrow(x, int(greatest) + 1)
 
 
 class _SizeSpec(NamedTuple):
@@ -220,6 +170,10 @@ class _SizeSpec(NamedTuple):
 
     def dequantize(self, tensors) -> torch.Tensor:
         return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.size)
+
+
+def _size(x) -> SavedTensors:
+    return SavedTensors((), _SizeSpec(tuple(x.shape), x.dtype, x.device))
 
 
 def _sigmoid_of_derivative(derivative):
@@ -237,8 +191,13 @@ NAMED = LinearRule(takes_constants=True)
 EXPONENTIAL = ExponentialRule()
 SIGMOID = DerivativeRule(lambda s: s * (1 - s), _sigmoid_of_derivative)
 TANH = DerivativeRule(lambda t: 1 - t * t, _tanh_of_derivative)
-MASK, POSITIVE, INDEX, SIZE = MaskRule(), PositiveRule(), IndexRule(), SizeRule()
-TWO_VALUED = TwoValuedRule()
+MASK = ExactRule(lambda x: _flags(x, x.dtype) if x.dtype is torch.bool else None)
+POSITIVE = ExactRule(lambda x: _flags(x > 0, x.dtype))
+"""The rule for an argument on whose signs alone the gradient depends, as that of ReLU."""
+INDEX = ExactRule(_indices, 16)
+SIZE = ExactRule(_size, 0)
+"""The rule for an argument on whose size alone the gradient depends, so that no tensor is saved."""
+TWO_VALUED = ExactRule(_two_valued)
 """The rule for a factor of a product that needs no gradient."""
 
 _ARGUMENTS = {
@@ -300,5 +259,7 @@ def rule_of(node, argument: str) -> Rule | None:
         ends = getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)
         # Ends may be tensors too.
         are_numbers = all(end is None or isinstance(end, int | float) for end in ends)
-        return InsideRule(*ends) if are_numbers and ends != (None, None) else None
+        if not are_numbers or ends == (None, None):
+            return None
+        return inside_rule(*ends)
     return RULES.get((name, argument))

@@ -57,6 +57,7 @@ class CastSpec(NamedTuple):
 
     inner: PackedIntegersSpec
     dtype: torch.dtype
+    count = 1
 
     def dequantize(self, tensors) -> torch.Tensor:
         return self.inner.dequantize(tensors).to(self.dtype)

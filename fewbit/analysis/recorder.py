@@ -11,18 +11,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from fewbit.runtime.interop.autograd_graph import COPIES, Metered, is_computed
 from fewbit.runtime.interop.module_calls import is_compiled
-
-_HOOK_TABLES = (
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
 
 
 @dataclass(frozen=True)
@@ -99,39 +94,33 @@ class Recorder:
     @contextmanager
     def watching(self, modules: dict[str, nn.Module]) -> Iterator[None]:
         """Note which modules {path: module}, parents first, are running inside the block."""
-        watched = list(_outside_compiled(modules))
-        compiled = [
-            (module, vars(module).get("_compiled_call_impl"))
-            for _, module in watched
-            if module._compiled_call_impl is not None
-        ]
-
+        compiled, handles = [], []
         try:
-            for path, module in watched:
-                self._watch(module, path)
+            for path, module in _outside_compiled(modules):
+                place = Place(path, type_name(module), is_fewbit(module))
+                if module._compiled_call_impl is None:
+                    handles += self._watch(module, place)
+                else:
+                    # After module.compile(), hooks would become part of the compiled code, so the compiled call is wrapped.
+                    compiled.append((module, vars(module).get("_compiled_call_impl")))
+                    module._compiled_call_impl = partial(
+                        self._call, place, module._compiled_call_impl
+                    )
             yield
         finally:
             for module, own in compiled:
                 module._compiled_call_impl = own
-            for _, module in watched:
-                self._unwatch(module)
+            for handle in handles:
+                handle.remove()
 
-    def _watch(self, module, path) -> None:
-        place = Place(path, type_name(module), is_fewbit(module))
-        if module._compiled_call_impl is not None:
-            # After module.compile(), hooks would become part of the compiled code, so the compiled call is wrapped.
-            compiled = module._compiled_call_impl
+    def _call(self, place, compiled, *args, **kwargs):
+        self.enter(place)
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            self.running.pop()
 
-            def call(*args, **kwargs):
-                self.enter(place)
-                try:
-                    return compiled(*args, **kwargs)
-                finally:
-                    self.running.pop()
-
-            module._compiled_call_impl = call
-            return
-
+    def _watch(self, module, place) -> list:
         def enter(*_):
             # A compiler that traces into a module without a compiled parent finds hooks that do nothing.
             if not torch.compiler.is_compiling():
@@ -145,18 +134,11 @@ class Recorder:
 
         # Some layers bypass a submodule's call if the submodule has no hooks. The mark says that these hooks do not
         # count.
-        enter.only_watches = leave.only_watches = self
-        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-        module.register_forward_hook(leave, with_kwargs=True, always_call=True)
-
-    def _unwatch(self, module) -> None:
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for number, hook in list(hooks.items()):
-                if getattr(hook, "only_watches", None) is self:
-                    # The hook itself is removed last, so that an interrupted removal can be repeated.
-                    for table in _HOOK_TABLES:
-                        getattr(module, table).pop(number, None)
-                    del hooks[number]
+        enter.only_watches = leave.only_watches = True
+        return [
+            module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+            module.register_forward_hook(leave, with_kwargs=True, always_call=True),
+        ]
 
 
 def _outside_compiled(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:

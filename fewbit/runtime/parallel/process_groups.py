@@ -52,7 +52,7 @@ def process_groups(module) -> ProcessGroups:
     running = module if isinstance(module, DistributedDataParallel) else running_replica()
     data = _sharded_over(module) if running is None else (running.process_group,)
     names = {group.group_name for group in data}
-    tensor = [group for group in _meshes_of(module) if group.group_name not in names]
+    tensor = [group for group in _tensor_groups_of(module) if group.group_name not in names]
     return ProcessGroups(_several(data), _several(tensor))
 
 
@@ -67,8 +67,7 @@ def _sharded_over(module) -> tuple:
         if isinstance(child, FSDPModule):
             meshes = _meshes_of_state(child._get_fsdp_state())
             if meshes:
-                groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
-                return tuple({group.group_name: group for group in groups}.values())
+                return _groups_of(meshes)
     return ()
 
 
@@ -80,15 +79,15 @@ def _meshes_of_state(state) -> list:
     return [parameters.mesh_info.mesh for parameters in found if parameters is not None]
 
 
-def _meshes_of(module) -> list:
+def _tensor_groups_of(module) -> tuple:
     library = sys.modules.get("torch.distributed.tensor")
     found = {}
     for parameter in module.parameters() if library is not None else ():
         if isinstance(parameter, library.DTensor):
             found[id(parameter.device_mesh)] = parameter.device_mesh
-    groups = {}
-    for mesh in found.values():
-        for dim in range(mesh.ndim):
-            group = mesh.get_group(dim)
-            groups[group.group_name] = group
-    return list(groups.values())
+    return _groups_of(found.values())
+
+
+def _groups_of(meshes) -> tuple:
+    groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+    return tuple({group.group_name: group for group in groups}.values())

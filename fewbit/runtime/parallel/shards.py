@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from contextlib import contextmanager
 
 import torch
 from torch.autograd import Function
@@ -52,16 +51,17 @@ def elementwise(function, *tensors):
         return None
     if not _are_alike(tensors) or any(x.shape != first.shape for x in tensors):
         return None
-    with _on_shard(first):
-        y = function(*(_local(x, x.placements) for x in tensors))
-    return _distributed(y, first, first.placements, first.shape)
+    given = [(x, x.placements) for x in tensors]
+    return _on_shards(function, given, first.placements, first.shape)
 
 
 def linear(function, x, weight, bias):
     """Return x times the transposed weight plus the bias, by `function`."""
     if not _are_on_one_mesh(x, weight, *([] if bias is None else [bias])):
         return None
-    last, partial = x.dim() - 1, _partial()
+    from torch.distributed.tensor import Partial, Shard
+
+    last, partial = x.dim() - 1, Partial()
     results, of_x, of_weight, of_bias, sums_up = [], [], [], [], False
     biases = [None] * len(x.placements) if bias is None else bias.placements
     for at_x, at_weight, at_bias in zip(x.placements, weight.placements, biases, strict=True):
@@ -75,7 +75,7 @@ def linear(function, x, weight, bias):
             and _is_shard(at_weight, 0)
             and (bias is None or _is_shard(at_bias, 0))
         ):
-            result, grads = _shard_of(last), (partial, at_weight, at_bias)
+            result, grads = Shard(last), (partial, at_weight, at_bias)
         elif _is_shard(at_x, last) and _is_shard(at_weight, 1) and is_copy:
             result, grads, sums_up = partial, (at_x, at_weight, at_bias), True
         else:
@@ -85,10 +85,8 @@ def linear(function, x, weight, bias):
             placements.append(grad)
     # Each process would add the whole bias to its summand of the result.
     is_later = bias is not None and sums_up
-    with _on_shard(x):
-        own = None if bias is None or is_later else _local(bias, of_bias)
-        y = function(_local(x, of_x), _local(weight, of_weight), own)
-    y = _distributed(y, x, results, (*x.shape[:-1], weight.shape[0]))
+    given = (x, of_x), (weight, of_weight), (None if is_later else bias, of_bias)
+    y = _on_shards(function, given, results, (*x.shape[:-1], weight.shape[0]))
     return y + bias if is_later else y
 
 
@@ -99,15 +97,15 @@ def norm(function, x, dims: int, *vectors):
         return None
     if not all(placement.is_replicate() for vector in given for placement in vector.placements):
         return None
+    from torch.distributed.tensor import Partial
+
     leading, of_vectors = x.dim() - dims, []
     for placement in x.placements:
         if not (placement.is_replicate() or (_is_shard(placement) and placement.dim < leading)):
             return None
-        of_vectors.append(placement if placement.is_replicate() else _partial())
-    with _on_shard(x):
-        own = (None if vector is None else _local(vector, of_vectors) for vector in vectors)
-        y = function(_local(x, x.placements), *own)
-    return _distributed(y, x, x.placements, x.shape)
+        of_vectors.append(placement if placement.is_replicate() else Partial())
+    given = (x, x.placements), *((vector, of_vectors) for vector in vectors)
+    return _on_shards(function, given, x.placements, x.shape)
 
 
 def attention(function, query, key, value):
@@ -125,9 +123,9 @@ def attention(function, query, key, value):
         # With uneven shards, a process might have a head of the query without the head of the key.
         if not is_whole and any(x.shape[placement.dim] % size for x in tensors):
             return None
-    with _on_shard(query):
-        y = function(*(_local(x, x.placements) for x in tensors))
-    return _distributed(y, query, query.placements, (*query.shape[:-1], value.shape[-1]))
+    given = [(x, x.placements) for x in tensors]
+    shape = *query.shape[:-1], value.shape[-1]
+    return _on_shards(function, given, query.placements, shape)
 
 
 class _Arrived(Function):
@@ -155,12 +153,20 @@ class _LocalTensor(Function):
         return _whole(grad, *ctx.place, ctx.shape), None
 
 
-def _local(x, placements):
-    return _LocalTensor.apply(x, tuple(placements))
-
-
-def _distributed(y, like, placements, shape):
-    return _whole(y, like.device_mesh, tuple(placements), shape)
+def _on_shards(function, given, placements, shape):
+    """Return the DTensor that `function` of local tensors gives. `given` has pairs (DTensor or None, placements of its gradient)."""
+    first, _ = given[0]
+    coordinates = first.device_mesh.get_coordinate()
+    places = enumerate(zip(first.placements, coordinates, strict=True))
+    before = running.place
+    running.place = tuple((dim, at) for dim, (placement, at) in places if placement.is_shard())
+    try:
+        y = function(
+            *(x if x is None else _LocalTensor.apply(x, tuple(grads)) for x, grads in given)
+        )
+    finally:
+        running.place = before
+    return _whole(y, first.device_mesh, tuple(placements), shape)
 
 
 def _whole(local, mesh, placements, shape):
@@ -180,18 +186,6 @@ def _stride(shape, local_stride) -> tuple[int, ...]:
     return tuple(stride)
 
 
-@contextmanager
-def _on_shard(x):
-    coordinates = x.device_mesh.get_coordinate()
-    places = enumerate(zip(x.placements, coordinates, strict=True))
-    before = running.place
-    running.place = tuple((dim, at) for dim, (placement, at) in places if placement.is_shard())
-    try:
-        yield
-    finally:
-        running.place = before
-
-
 def _are_on_one_mesh(*tensors) -> bool:
     return all(is_distributed(x) and x.device_mesh == tensors[0].device_mesh for x in tensors)
 
@@ -207,15 +201,3 @@ def _is_shard(placement, dim: int | None = None) -> bool:
 
     # Subclasses of Shard distribute the elements in another order.
     return type(placement) is Shard and (dim is None or placement.dim == dim)
-
-
-def _shard_of(dim: int):
-    from torch.distributed.tensor import Shard
-
-    return Shard(dim)
-
-
-def _partial():
-    from torch.distributed.tensor import Partial
-
-    return Partial()

@@ -32,13 +32,8 @@ class Change(NamedTuple):
     name: str
 
 
-class Joining(NamedTuple):
-    """A module that its user made from a class of fewbit. It keeps its settings, and shares copies with the converted ones."""
-
-    selected: Selected
-
-
-Choice = Change | Joining | SkippedModule
+Choice = Change | Selected | SkippedModule
+"""A `Selected` stands for a module that its user made from a class of fewbit, which keeps its settings and shares copies with others."""
 
 
 def choices_for(model: nn.Module, selected: list[Selected], whole: bool) -> list[Choice]:
@@ -95,7 +90,7 @@ def _left_alone(selected: Selected, name: str, whole: bool) -> SkippedModule | N
 def _choice_again(selected: Selected, whole: bool) -> Choice | None:
     _, module, _, settings = selected
     if isinstance(module, Quantized):
-        return Joining(selected) if whole else None
+        return selected if whole else None
     original = vars(module).get(ORIGINAL)
     if original is None or settings is None or isinstance(module, PreActivation):
         return few_bit_already(selected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,18 +18,20 @@ class Unit(NamedTuple):
     Attributes:
         act: the name of the attribute that is the activation; None if the unit always has the same one.
         source: the source of the forward, by which the class is recognized.
-        forward: a function (module, x, product) that returns the result, where product(gate, up) returns act(gate) * up.
+        inputs: the names of the layers that compute gate and up, or of the one whose result contains both.
+        output: the name of the layer that gets the product.
+        dropout: the name of a dropout before it, or None.
         activation: the name of the activation if `act` is None.
+        casts: whether the product is converted to the dtype of the last layer's weight, as in T5.
     """
 
     act: str | None
     source: str
-    forward: Callable
+    inputs: tuple[str, ...] = ("gate_proj", "up_proj")
+    output: str = "down_proj"
+    dropout: str | None = None
     activation: str | None = None
-
-    def mixin(self) -> type[GatedUnit]:
-        """Return the mixin for classes whose forward is written in this way."""
-        return type("GatedUnit", (GatedUnit,), {"__module__": __name__, "unit": self})
+    casts: bool = False
 
 
 class GatedUnit(Quantized):
@@ -45,13 +46,22 @@ class GatedUnit(Quantized):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return self._exact(x)
-        name, function = self.unit.activation, None
+        unit = self.unit
+        name, function = unit.activation, None
         if name is None:
-            name, function = _activation(getattr(self, self.unit.act))
+            name, function = _activation(getattr(self, unit.act))
         if name is None:
             return super().forward(x)
-        product = partial(gated, activation=name, function=function, quantizer=self.quantizer)
-        return self.unit.forward(self, x, product)
+        results = [getattr(self, layer)(x) for layer in unit.inputs]
+        gate, up = results if len(results) == 2 else results[0].chunk(2, dim=-1)
+        y = gated(gate, up, name, function, quantizer=self.quantizer)
+        if unit.dropout is not None:
+            y = getattr(self, unit.dropout)(y)
+        output = getattr(self, unit.output)
+        weight = output.weight if unit.casts else None
+        if isinstance(weight, Tensor) and y.dtype != weight.dtype and weight.dtype != torch.int8:
+            y = y.to(weight.dtype)
+        return output(y)
 
 
 _NAMES = {
@@ -88,40 +98,7 @@ def _has_hooks(module) -> bool:
     return not all(getattr(hook, "only_watches", False) for hook in hooks)
 
 
-def _simple(self, x, product):
-    return self.down_proj(product(self.gate_proj(x), self.up_proj(x)))
-
-
-def _with_dropout(self, x, product):
-    return self.down_proj(self.dropout(product(self.gate_proj(x), self.up_proj(x))))
-
-
-def _joint(self, x, product):
-    gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-    return self.down_proj(product(gate, up))
-
-
-def _mixtral(self, x, product):
-    return self.w2(product(self.w1(x), self.w3(x)))
-
-
-def _t5(self, x, product):
-    x = self.dropout(product(self.wi_0(x), self.wi_1(x)))
-    weight = self.wo.weight
-    if isinstance(weight, Tensor) and x.dtype != weight.dtype and weight.dtype != torch.int8:
-        x = x.to(weight.dtype)
-    return self.wo(x)
-
-
-def _long_t5(self, x, product):
-    return self.wo(self.dropout(product(self.wi_0(x), self.wi_1(x))))
-
-
-def _modernbert(self, x, product):
-    gate, up = self.Wi(x).chunk(2, dim=-1)
-    return self.Wo(self.drop(product(gate, up)))
-
-
+_JOINT = ("gate_up_proj",)
 UNITS = (
     Unit(  # llama
         "act_fn",
@@ -130,7 +107,6 @@ def forward(self, x):
     y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return y
 """,
-        _simple,
     ),
     Unit(  # qwen2.5
         "act_fn",
@@ -138,7 +114,6 @@ def forward(self, x):
 def forward(self, x):
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 """,
-        _simple,
     ),
     Unit(  # llama4
         "activation_fn",
@@ -147,7 +122,6 @@ def forward(self, x):
     y = self.activation_fn(self.gate_proj(x)) * self.up_proj(x)
     return self.down_proj(y)
 """,
-        _simple,
     ),
     Unit(  # t5gemma
         "act_fn",
@@ -158,7 +132,7 @@ def forward(self, x):
     z = self.down_proj(y)
     return z
 """,
-        _with_dropout,
+        dropout="dropout",
     ),
     Unit(  # phi3
         "activation_fn",
@@ -169,7 +143,7 @@ def forward(self, x):
     up = up * self.activation_fn(gate)
     return self.down_proj(up)
 """,
-        _joint,
+        _JOINT,
     ),
     Unit(  # t5
         "act",
@@ -188,7 +162,10 @@ def forward(self, x):
     x = self.wo(x)
     return x
 """,
-        _t5,
+        ("wi_0", "wi_1"),
+        "wo",
+        "dropout",
+        casts=True,
     ),
     Unit(  # longt5
         "act",
@@ -201,7 +178,9 @@ def forward(self, x):
     x = self.wo(x)
     return x
 """,
-        _long_t5,
+        ("wi_0", "wi_1"),
+        "wo",
+        "dropout",
     ),
     Unit(  # modernbert
         "act",
@@ -210,7 +189,9 @@ def forward(self, x):
     gate, up = self.Wi(x).chunk(2, dim=-1)
     return self.Wo(self.drop(self.act(gate) * up))
 """,
-        _modernbert,
+        ("Wi",),
+        "Wo",
+        "drop",
     ),
     Unit(  # Liger
         None,
@@ -218,8 +199,7 @@ def forward(self, x):
 def forward(self, x):
     return self.down_proj(_swiglu_dispatch(self.gate_proj(x), self.up_proj(x)))
 """,
-        _simple,
-        "silu",
+        activation="silu",
     ),
     Unit(  # Liger, phi3
         None,
@@ -229,8 +209,8 @@ def forward(self, x):
     gate, up = up.chunk(2, dim=-1)
     return self.down_proj(_swiglu_dispatch(gate, up))
 """,
-        _joint,
-        "silu",
+        _JOINT,
+        activation="silu",
     ),
     Unit(  # Liger, mixtral
         None,
@@ -238,8 +218,9 @@ def forward(self, x):
 def forward(self, x):
     return self.w2(_swiglu_dispatch(self.w1(x), self.w3(x)))
 """,
-        _mixtral,
-        "silu",
+        ("w1", "w3"),
+        "w2",
+        activation="silu",
     ),
     Unit(  # Liger, gemma
         None,
@@ -247,7 +228,6 @@ def forward(self, x):
 def forward(self, x):
     return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
 """,
-        _simple,
-        "gelu_tanh",
+        activation="gelu_tanh",
     ),
 )

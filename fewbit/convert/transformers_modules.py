@@ -10,7 +10,7 @@ from functools import cache
 from torch import Tensor, nn
 
 from fewbit import functional as F
-from fewbit.convert.transformers_gated import UNITS
+from fewbit.convert.transformers_gated import UNITS, GatedUnit
 from fewbit.convert.transformers_norms import (
     FORMS,
     LigerLayerNorm,
@@ -27,17 +27,17 @@ __all__ = ["adapted", "becomes", "is_adapted", "misfit_of"]
 def becomes(module: nn.Module) -> type[nn.Module] | None:
     """Return the adapted class for a Conv1D, root-mean-square norm or gated unit of transformers or Liger, or None."""
     cls = class_of(module)
-    return None if _adapter(cls) is None or misfit_of(module) else adapted(cls)
+    return None if _adapter(cls)[0] is None or misfit_of(module) else adapted(cls)
 
 
 def misfit_of(module: nn.Module) -> str | None:
     """Return why a module of a recognized class cannot be converted, or None."""
-    adapter = _adapter(class_of(module))
-    if adapter is LigerRMSNorm:
+    mixin, attributes = _adapter(class_of(module))
+    if mixin is LigerRMSNorm:
         return LigerRMSNorm.misfit_of(module)
-    if adapter is None or not issubclass(adapter, TransformersRMSNorm):
+    if mixin is not TransformersRMSNorm:
         return None
-    missing = [name for name in adapter.form.attributes if not hasattr(module, name)]
+    missing = [name for name in attributes["form"].attributes if not hasattr(module, name)]
     return f"it has no attribute {missing[0]!r}, which its forward reads" if missing else None
 
 
@@ -59,8 +59,9 @@ class _Adapted:
 def adapted(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the adapted class for a class that `becomes` recognizes."""
     doc = f"{cls.__name__} that saves quantized tensors."
-    attributes = {"__module__": __name__, "__doc__": doc, "original": cls}
-    return type(cls.__name__, (_Adapted, _adapter(cls), cls), attributes)
+    mixin, attributes = _adapter(cls)
+    attributes = {"__module__": __name__, "__doc__": doc, "original": cls, **attributes}
+    return type(cls.__name__, (_Adapted, mixin, cls), attributes)
 
 
 def _blank(cls: type[nn.Module]) -> nn.Module:
@@ -69,12 +70,13 @@ def _blank(cls: type[nn.Module]) -> nn.Module:
 
 
 @cache
-def _adapter(cls: type[nn.Module]) -> type[Quantized] | None:
+def _adapter(cls: type[nn.Module]) -> tuple[type[Quantized] | None, dict]:
+    """Return the mixin of the adapted class, or None, and the attributes of the class."""
     if cls.__module__ == "transformers.pytorch_utils" and cls.__name__ == "Conv1D":
-        return Conv1D
+        return Conv1D, {}
     if not cls.__module__.startswith(("transformers.models.", "liger_kernel.transformers.")):
-        return None
-    return _BY_SOURCE.get(source_of(cls))
+        return None, {}
+    return _BY_SOURCE.get(source_of(cls), (None, {}))
 
 
 class Conv1D(Quantized):
@@ -86,5 +88,8 @@ class Conv1D(Quantized):
         return F.linear(x, self.weight.t(), self.bias, quantizer=self.quantizer)
 
 
-_BY_SOURCE = {canonical(form.source): form.mixin() for form in (*FORMS, *UNITS)}
-_BY_SOURCE |= {canonical(norm.SOURCE): norm for norm in (LigerRMSNorm, LigerLayerNorm)}
+_BY_SOURCE = {
+    **{canonical(form.source): (TransformersRMSNorm, {"form": form}) for form in FORMS},
+    **{canonical(unit.source): (GatedUnit, {"unit": unit}) for unit in UNITS},
+    **{canonical(norm.SOURCE): (norm, {}) for norm in (LigerRMSNorm, LigerLayerNorm)},
+}

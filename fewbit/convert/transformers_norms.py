@@ -36,12 +36,6 @@ class Form(NamedTuple):
         """The names of the attributes that the forward of this form reads."""
         return (self.eps,) if self.weight is None else (self.eps, self.weight)
 
-    def mixin(self) -> type[TransformersRMSNorm]:
-        """Return the mixin for classes whose forward is written in this form."""
-        return type(
-            "TransformersRMSNorm", (TransformersRMSNorm,), {"__module__": __name__, "form": self}
-        )
-
 
 class TransformersRMSNorm(Quantized):
     """A mixin for root-mean-square norms that saves the normalized x quantized, and 4 bytes for each row.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from fewbit.config import UNIFORM
 from fewbit.policies.allocation import allocate
@@ -132,18 +133,8 @@ class AdaptivePolicy(ProbingPolicy):
 
     def tables(self, model, ended: str) -> dict:
         """Return {"allocation": table of each saved tensor's bits}."""
-        rows = (
-            Allocated(
-                *slot.key,
-                slot.bits,
-                slot.is_fixed,
-                slot.elements,
-                slot.samples,
-                slot.sensitivity,
-                slot.quantizer,
-            )
-            for slot in self.knowledge.slots.values()
-        )
+        values = attrgetter(*Allocated._fields)
+        rows = (Allocated(*values(slot)) for slot in self.knowledge.slots.values())
         empty = "no bits chosen yet: that comes after the first steps of training"
         unobserved = self.unobserved_layers(model)
         return {"allocation": Allocation(rows, empty, ended, unobserved)}

@@ -57,36 +57,14 @@ def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
     return whole if x.is_contiguous() or not is_dense(x) else _stride(x)
 
 
-def is_regular(x: torch.Tensor) -> bool:
-    """Return whether every pointwise function of torch returns a result with x's strides.
+def pointwise_stride(x: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides that every pointwise function of torch gives its result for x; None if they may vary.
 
-    They vary if x has dimensions of size 0 or 1, or gaps between its elements.
+    They may if x has gaps between its elements, or dimensions of size 0 or 1 and is not contiguous.
     """
     shape, stride = x.shape, x.stride()
-    if stride == contiguous_stride(shape):
-        return True
-    if 0 in shape or not is_dense(x):
-        return False
-    if 1 not in shape:
-        return True
-    if len(shape) != 4 or shape[1] == 1 or shape[2] * shape[3] == 1:
-        return False
-    return stride == _channels_last_stride(shape)
-
-
-def result_stride(x: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the strides that torch's pointwise functions, except `torch_functions.OTHER_STRIDES`, give their result for x.
-
-    None if x is empty or not dense.
-    """
-    if x.is_contiguous():
-        stride = contiguous_stride(x.shape)
-        return stride if x.numel() or stride == x.stride() else None
-    if not is_dense(x):
-        return None
-    if x.dim() == 4 and is_channels_last(x):
-        return _channels_last_stride(x.shape)
-    return x.stride()
+    is_clear = stride == contiguous_stride(shape) or not (0 in shape or 1 in shape)
+    return stride if is_clear and is_dense(x) else None
 
 
 def is_channels_last(x: torch.Tensor) -> bool:
@@ -94,11 +72,6 @@ def is_channels_last(x: torch.Tensor) -> bool:
     if x.dim() not in _CHANNELS_LAST or x.is_contiguous():
         return False
     return x.is_contiguous(memory_format=_CHANNELS_LAST[x.dim()])
-
-
-def _channels_last_stride(shape) -> tuple[int, ...]:
-    _, channels, height, width = shape
-    return channels * height * width, 1, channels * width, channels
 
 
 def is_by_sample(x: torch.Tensor) -> bool:

@@ -71,7 +71,7 @@ CONTIGUOUS = {"logsigmoid", "rrelu"}
 """Functions whose results, on at least one device, are contiguous for inputs of any strides."""
 
 OTHER_STRIDES = {"relu6", "hardtanh", "identity"}
-"""Functions whose results have other strides than `layout.result_stride` in dimensions of size 1."""
+"""Functions whose results, for contiguous inputs, may have other strides than those of contiguous tensors in dimensions of size 1."""
 
 MADE_CONTIGUOUS = {"logsigmoid": {"cpu"}}
 """{function: types of devices on which torch computes it from a contiguous copy of the input, with a contiguous gradient}."""

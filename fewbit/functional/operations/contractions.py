@@ -65,7 +65,8 @@ def baddbmm(
     """Compute torch.baddbmm, and save the factors batch1 and batch2 quantized."""
     if not _is_quantized(batch1, batch2):
         return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
-    return _Baddbmm.apply(input, batch1, batch2, beta, alpha, quantizer)
+    factors = {"beta": beta, "alpha": alpha}
+    return _PlusProduct.apply(input, batch1, batch2, torch.baddbmm, factors, quantizer)
 
 
 def addcmul(
@@ -74,7 +75,7 @@ def addcmul(
     """Compute torch.addcmul, and save the factors tensor1 and tensor2 quantized."""
     if not _is_quantized(tensor1, tensor2):
         return torch.addcmul(input, tensor1, tensor2, value=value)
-    return _Addcmul.apply(input, tensor1, tensor2, value, quantizer)
+    return _PlusProduct.apply(input, tensor1, tensor2, torch.addcmul, {"value": value}, quantizer)
 
 
 def grouped_mm(
@@ -144,16 +145,16 @@ def _product(first: str, second: str, result: str, a: Tensor, b: Tensor) -> Tens
     return y.permute([order.index(name) for name in result])
 
 
-def _saved(a: Tensor, b: Tensor, quantizer: Quantizer):
-    if _is_parameter(a):
-        return copies.unquantized(a), quantize_factor(quantizer, b)
-    first = quantize_factor(quantizer, a)
+def _keep(ctx, y: Tensor, a: Tensor, b: Tensor, quantizer: Quantizer, **others) -> Tensor:
+    """Keep the factors a and b, and others."""
+    first = copies.unquantized(a) if _is_parameter(a) else quantize_factor(quantizer, a)
     if _is_parameter(b):
-        return first, copies.unquantized(b)
-    shares_memory = b.untyped_storage()._cdata == a.untyped_storage()._cdata
-    if shares_memory:
-        return first, quantizer.quantize_independent(b, a)
-    return first, quantize_factor(quantizer, b)
+        second = copies.unquantized(b)
+    elif not _is_parameter(a) and b.untyped_storage()._cdata == a.untyped_storage()._cdata:
+        second = quantizer.quantize_independent(b, a)
+    else:
+        second = quantize_factor(quantizer, b)
+    return copies.keep(ctx, y, **others, a=first, b=second)
 
 
 def _is_parameter(x: Tensor) -> bool:
@@ -166,8 +167,7 @@ class _Einsum(SavingFunction):
         ctx.terms = of_a, of_b, of_y
         # A view that a Function returns could not be changed in place.
         y = with_torch_casts(torch.einsum, f"{of_a},{of_b}->{of_y}", a, b).data
-        first, second = _saved(a, b, quantizer)
-        return copies.keep(ctx, y, a=first, b=second)
+        return _keep(ctx, y, a, b, quantizer)
 
     @staticmethod
     def backward(ctx, grad):
@@ -180,38 +180,28 @@ class _Einsum(SavingFunction):
         return grad_a, grad_b, None, None, None, None
 
 
-class _Baddbmm(SavingFunction):
+class _PlusProduct(SavingFunction):
+    """Computes torch.baddbmm or torch.addcmul, x plus the product of two matrices, or of elements, each times a factor."""
+
     @staticmethod
-    def forward(ctx, x, a, b, beta, alpha, quantizer):
-        ctx.size, ctx.factors = x.shape, (beta, alpha)
-        y = with_torch_casts(torch.baddbmm, x, a, b, beta=beta, alpha=alpha)
-        first, second = _saved(a, b, quantizer)
-        return copies.keep(ctx, y, a=first, b=second)
+    def forward(ctx, x, a, b, function, factors, quantizer):
+        ctx.inputs = [(each.shape, each.dtype) for each in (x, a, b)]
+        ctx.function, ctx.factors = function, factors
+        y = with_torch_casts(function, x, a, b, **factors)
+        return _keep(ctx, y, a, b, quantizer)
 
     @staticmethod
     def backward(ctx, grad):
         kept = copies.Kept(ctx)
         a, b = kept.values("a", grad.dtype), kept.values("b", grad.dtype)
-        beta, alpha = ctx.factors
-        grad_x = (beta * grad).sum_to_size(ctx.size) if ctx.needs_input_grad[0] else None
-        grad = alpha * grad
-        return grad_x, grad @ b.transpose(-2, -1), a.transpose(-2, -1) @ grad, None, None, None
-
-
-class _Addcmul(SavingFunction):
-    @staticmethod
-    def forward(ctx, x, a, b, value, quantizer):
-        ctx.inputs, ctx.value = [(each.shape, each.dtype) for each in (x, a, b)], value
-        y = with_torch_casts(torch.addcmul, x, a, b, value=value)
-        first, second = _saved(a, b, quantizer)
-        return copies.keep(ctx, y, a=first, b=second)
-
-    @staticmethod
-    def backward(ctx, grad):
-        kept = copies.Kept(ctx)
-        a, b = kept.values("a", grad.dtype), kept.values("b", grad.dtype)
-        of_product = ctx.value * grad
-        return *in_shapes((grad, of_product * b, of_product * a), ctx.inputs), None, None
+        if ctx.function is torch.addcmul:
+            of_product = ctx.factors["value"] * grad
+            grads = grad, of_product * b, of_product * a
+        else:
+            of_product = ctx.factors["alpha"] * grad
+            grads = of_product @ b.transpose(-2, -1), a.transpose(-2, -1) @ of_product
+            grads = ctx.factors["beta"] * grad, *grads
+        return *in_shapes(grads, ctx.inputs), None, None, None
 
 
 class _GroupedMm(SavingFunction):
@@ -220,8 +210,7 @@ class _GroupedMm(SavingFunction):
         y = _grouped_mm(a, b, offs=offs)
         # The elements of a column, and not those of a row, follow each other in memory.
         ctx.is_transposed = b.stride(-2) == 1
-        first, second = _saved(a, b, quantizer)
-        return copies.keep(ctx, y, offs=offs, a=first, b=second)
+        return _keep(ctx, y, a, b, quantizer, offs=offs)
 
     @staticmethod
     def backward(ctx, grad):

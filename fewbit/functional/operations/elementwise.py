@@ -65,23 +65,19 @@ def clamp(input: Tensor, min=None, max=None) -> Tensor:
 
 def maximum(input: Tensor, other: Tensor) -> Tensor:
     """Compute torch.maximum, and save in 2 bits per element which of the two is larger."""
-    if not _is_comparison(input, other):
-        return torch.maximum(input, other)
-    return _Largest.apply(input, other, torch.maximum)
+    return _extreme(torch.maximum, input, other)
 
 
 def minimum(input: Tensor, other: Tensor) -> Tensor:
     """Compute torch.minimum, and save in 2 bits per element which of the two is smaller."""
-    if not _is_comparison(input, other):
-        return torch.minimum(input, other)
-    return _Largest.apply(input, other, torch.minimum)
+    return _extreme(torch.minimum, input, other)
 
 
-def _is_comparison(input, other) -> bool:
-    are_floating = all(
-        isinstance(each, Tensor) and each.is_floating_point() for each in (input, other)
-    )
-    return are_floating and is_differentiated(input, other)
+def _extreme(function, *inputs) -> Tensor:
+    are_floating = all(isinstance(x, Tensor) and x.is_floating_point() for x in inputs)
+    if not (are_floating and is_differentiated(*inputs)):
+        return function(*inputs)
+    return _Largest.apply(*inputs, function)
 
 
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:

@@ -224,56 +224,55 @@ def avg_pool3d(
     return _avg_pool(3, input, arguments)
 
 
-def _torch_avg(dims, x, arguments):
+def _torch_avg(dims, x, arguments, adaptive):
+    if adaptive:
+        return _of_torch("adaptive_avg_pool", dims)(x, arguments)
     kernel_size, stride, *rest = arguments
     # The builtin functions do not accept None as strides.
     stride = kernel_size if stride is None else stride
     return _of_torch("avg_pool", dims)(x, kernel_size, stride, *rest)
 
 
-def _avg_pool(dims, x, arguments):
-    if not is_differentiated(x):
-        return _torch_avg(dims, x, arguments)
-    return _AvgPoolFunction.apply(x, dims, arguments)
+def _avg_pool(dims, x, arguments, adaptive=False):
+    # If the result has one element per channel, torch computes a mean, for which it saves nothing.
+    if not is_differentiated(x) or (adaptive and _is_mean(dims, x, arguments)):
+        return _torch_avg(dims, x, arguments, adaptive)
+    return _AvgPoolFunction.apply(x, dims, arguments, adaptive)
 
 
 class _AvgPoolFunction(SavingFunction):
     @staticmethod
-    def forward(ctx, x, dims, arguments):
-        y = _torch_avg(dims, x, arguments).data
-        kernel, stride, padding, ceil_mode, count_include_pad, *divisor = arguments
-        kernel = per_dim(kernel, dims)
-        stride = per_dim(stride, dims) if stride not in (None, (), []) else kernel
-        windows = _as_2d(dims, kernel, stride, per_dim(padding, dims))
-        ctx.arguments = *windows, ceil_mode, count_include_pad, *(divisor or (None,))
-        ctx.source = _Source.of(x, dims)
+    def forward(ctx, x, dims, arguments, adaptive):
+        y = _torch_avg(dims, x, arguments, adaptive).data
+        ctx.source, ctx.backward_of = _Source.of(x, dims), ("_adaptive_avg_pool{}d_backward",)
+        if not adaptive:
+            kernel, stride, padding, ceil_mode, count_include_pad, *divisor = arguments
+            kernel = per_dim(kernel, dims)
+            stride = per_dim(stride, dims) if stride not in (None, (), []) else kernel
+            windows = _as_2d(dims, kernel, stride, per_dim(padding, dims))
+            rest = ceil_mode, count_include_pad, *(divisor or (None,))
+            ctx.backward_of = "avg_pool{}d_backward", *windows, *rest
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.source.gradient("avg_pool{}d_backward", grad, *ctx.arguments), None, None
+        name, *arguments = ctx.backward_of
+        return ctx.source.gradient(name, grad, *arguments), None, None, None
 
 
 def adaptive_avg_pool1d(input: Tensor, output_size: int | tuple[int, ...]) -> Tensor:
     """Compute torch.nn.functional.adaptive_avg_pool1d."""
-    return _adaptive_avg_pool(1, input, output_size)
+    return _avg_pool(1, input, output_size, adaptive=True)
 
 
 def adaptive_avg_pool2d(input: Tensor, output_size: int | tuple[int, ...]) -> Tensor:
     """Compute torch.nn.functional.adaptive_avg_pool2d."""
-    return _adaptive_avg_pool(2, input, output_size)
+    return _avg_pool(2, input, output_size, adaptive=True)
 
 
 def adaptive_avg_pool3d(input: Tensor, output_size: int | tuple[int, ...]) -> Tensor:
     """Compute torch.nn.functional.adaptive_avg_pool3d."""
-    return _adaptive_avg_pool(3, input, output_size)
-
-
-def _adaptive_avg_pool(dims, x, output_size):
-    # If the result has one element per channel, torch computes a mean, for which it saves nothing.
-    if not is_differentiated(x) or _is_mean(dims, x, output_size):
-        return _of_torch("adaptive_avg_pool", dims)(x, output_size)
-    return _AdaptiveAvgPoolFunction.apply(x, dims, output_size)
+    return _avg_pool(3, input, output_size, adaptive=True)
 
 
 def _is_mean(dims, x, output_size) -> bool:
@@ -281,17 +280,6 @@ def _is_mean(dims, x, output_size) -> bool:
         return output_size == 1
     sizes = zip(output_size, x.shape[-dims:], strict=False)
     return all((size if wanted is None else wanted) == 1 for wanted, size in sizes)
-
-
-class _AdaptiveAvgPoolFunction(SavingFunction):
-    @staticmethod
-    def forward(ctx, x, dims, output_size):
-        ctx.source = _Source.of(x, dims)
-        return _of_torch("adaptive_avg_pool", dims)(x, output_size).data
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.source.gradient("_adaptive_avg_pool{}d_backward", grad), None, None
 
 
 # -- gradients by torch's own ops ------------------------------------------------------------------

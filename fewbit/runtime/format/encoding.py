@@ -75,10 +75,29 @@ class Encoding:
         """Return the encoding of a table, the same object for equal ones."""
         return Encoding.parse(_text(table))
 
-    @classmethod
-    def parse(cls, text: str) -> Encoding:
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def parse(text: str) -> Encoding:
         """Return the encoding with this `text`. Raises TableError if there is none."""
-        return _parse(text)
+        try:
+            document = json.loads(text)
+            breaks = np.array(document["breaks"], np.float64)
+            knots = document.get("knots")
+            encoding = Encoding(
+                bits=int(document["bits"]),
+                levels=np.array(document["levels"], np.float64),
+                breaks=breaks,
+                codes=np.array(document["codes"], np.int64),
+                closed=tuple(document.get("closed", ("right",) * len(breaks))),
+                knots=None if knots is None else Knots(**knots),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise TableError(
+                f"expected the text of a table's encoding, got {text[:60]!r}: {error}"
+            ) from None
+        for array in (encoding.levels, encoding.breaks, encoding.codes):
+            array.setflags(write=False)
+        return encoding
 
     @cached_property
     def text(self) -> str:
@@ -169,29 +188,6 @@ def _text(source) -> str:
     if source.knots is not None:
         document["knots"] = source.knots.document()
     return json.dumps(document, separators=(",", ":"))
-
-
-@lru_cache(maxsize=1024)
-def _parse(text: str) -> Encoding:
-    try:
-        document = json.loads(text)
-        breaks = np.array(document["breaks"], np.float64)
-        knots = document.get("knots")
-        encoding = Encoding(
-            bits=int(document["bits"]),
-            levels=np.array(document["levels"], np.float64),
-            breaks=breaks,
-            codes=np.array(document["codes"], np.int64),
-            closed=tuple(document.get("closed", ("right",) * len(breaks))),
-            knots=None if knots is None else Knots(**knots),
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise TableError(
-            f"expected the text of a table's encoding, got {text[:60]!r}: {error}"
-        ) from None
-    for array in (encoding.levels, encoding.breaks, encoding.codes):
-        array.setflags(write=False)
-    return encoding
 
 
 @constant

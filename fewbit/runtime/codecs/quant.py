@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,10 +15,10 @@ from fewbit.runtime.codecs.payload import (
     Exact,
     Payload,
     codec_of,
+    exact,
     left_over,
     smaller,
 )
-from fewbit.runtime.codecs.payload import exact as exact_payload
 from fewbit.runtime.format import groups, layout
 from fewbit.runtime.format.distortion import BITS, largest_distortion
 from fewbit.runtime.ops import library, quantizer_ops
@@ -37,26 +38,13 @@ class Quant(Codec):
     name = "quant"
 
     def _compress(self, x, limits, seed) -> Payload:
-        return joined(x, pieces(x, limits, seed))
-
-
-class Piece(NamedTuple):
-    """The channels that are saved with the same number of bits.
-
-    Args:
-        channels: the numbers of the channels, or None for all channels.
-        x: the elements of these channels, with channels in dimension 0, or the whole tensor.
-    """
-
-    channels: tuple[int, ...] | None
-    x: torch.Tensor
-    payload: Payload
+        return quantized(x, limits, seed)
 
 
 class ByChannel(NamedTuple):
     """The spec of a tensor whose channels have different numbers of bits.
 
-    `parts` has the channels and the spec of each piece.
+    `parts` has pairs (channels with the same number of bits, spec).
     """
 
     parts: tuple[tuple[tuple[int, ...], object], ...]
@@ -65,7 +53,7 @@ class ByChannel(NamedTuple):
 
     @property
     def codec(self) -> str:
-        """`quant+zvc` if some piece was saved without its zeros, else `quant`."""
+        """`quant+zvc` if some channels were saved without their zeros, else `quant`."""
         codecs = {codec_of(spec) for _, spec in self.parts}
         return "quant+zvc" if "quant+zvc" in codecs else Quant.name
 
@@ -83,39 +71,32 @@ class ByChannel(NamedTuple):
         return values
 
 
-def pieces(x: torch.Tensor, limits: torch.Tensor, seed: torch.Tensor | None) -> list[Piece]:
-    """Quantize a tensor in pieces of channels, each with the fewest bits that keep the bound.
+def quantized(
+    x, limits, seed, changed: Callable[..., Payload] = lambda x, payload: payload
+) -> Payload:
+    """Quantize a tensor, each channel with the fewest bits that keep the bound, and return changed(part, payload) for all parts.
 
-    Channels of fewer than 64 elements share groups, so the whole tensor is one piece with the smallest bound.
+    Channels of fewer than 64 elements share groups, so the whole tensor is one part with the smallest bound.
     """
     if not x.numel():
-        return [Piece(None, x, exact_payload(x))]
+        return exact(x)
     seed = library.new_seed(x) if seed is None else seed
     if len(limits) == 1 or x.numel() // x.shape[1] < groups.LEAST_FEATURES:
         # A group contains several of such short channels, so the smallest bound has to hold for all channels.
-        return [_whole(x, limits.min(), seed)]
+        return changed(x, _whole(x, limits.min(), seed))
     rows = x.transpose(0, 1).contiguous()
     _, ranges = quantizer_ops.quantize(rows, seed, 1, GROUP_SIZE)
     widths = widths_for(ranges, rows.shape, limits, x.dtype)
-    result = []
+    parts, tensors = (), ()
     for bits in sorted(set(widths)):
         channels = tuple(channel for channel, width in enumerate(widths) if width == bits)
         part = rows[list(channels)]
-        # With the same seed, two pieces would be rounded with the same random numbers.
-        own = seed + len(result)
-        result.append(Piece(channels, part, _quantized(part, own, bits)))
-    return result
-
-
-def joined(x: torch.Tensor, parts: list[Piece]) -> Payload:
-    """Return one payload of all pieces of x."""
-    if parts[0].channels is None:
-        return parts[0].payload
-    if all(isinstance(piece.payload.spec, Exact) for piece in parts):
-        return exact_payload(x)
-    specs = tuple((piece.channels, piece.payload.spec) for piece in parts)
-    tensors = tuple(tensor for piece in parts for tensor in piece.payload.tensors)
-    return smaller(x, tensors, ByChannel(specs, tuple(x.shape), x.dtype))
+        # With the same seed, two parts would be rounded with the same random numbers.
+        payload = changed(part, _quantized(part, seed + len(parts), bits))
+        parts, tensors = (*parts, (channels, payload.spec)), tensors + payload.tensors
+    if all(isinstance(spec, Exact) for _, spec in parts):
+        return exact(x)
+    return smaller(x, tensors, ByChannel(parts, tuple(x.shape), x.dtype))
 
 
 def widths_for(ranges, size, limits, dtype) -> list[int]:
@@ -157,17 +138,17 @@ def _spread(ranges, size):
     return square, torch.maximum(minimum.abs(), (minimum + extent).abs()).amax(1)
 
 
-def _whole(x, limit, seed) -> Piece:
+def _whole(x, limit, seed) -> Payload:
     packed, ranges = quantizer_ops.quantize(x, seed, FIRST_BITS, GROUP_SIZE)
     (bits,) = widths_for(ranges, x.shape, limit.reshape(1), x.dtype)
     if bits != FIRST_BITS:
-        return Piece(None, x, _quantized(x, seed, bits))
-    return Piece(None, x, smaller(x, (packed, ranges), _spec(x, bits)))
+        return _quantized(x, seed, bits)
+    return smaller(x, (packed, ranges), _spec(x, bits))
 
 
 def _quantized(x, seed, bits: int) -> Payload:
     if not bits:
-        return exact_payload(x)
+        return exact(x)
     tensors = quantizer_ops.quantize(x, seed, bits, GROUP_SIZE)
     return smaller(x, tensors, _spec(x, bits))
 

@@ -9,7 +9,7 @@ import torch
 
 from fewbit.runtime import backends
 from fewbit.runtime.codecs.payload import Codec, Payload
-from fewbit.runtime.codecs.quant import Piece, joined, pieces
+from fewbit.runtime.codecs.quant import quantized
 from fewbit.runtime.format import layout
 from fewbit.runtime.format.encoding import packed_words
 from fewbit.runtime.ops import quantizer_ops
@@ -27,7 +27,7 @@ class ZeroValue(Codec):
     name = "quant+zvc"
 
     def _compress(self, x, limits, seed) -> Payload:
-        return joined(x, [_without_zeros(piece) for piece in pieces(x, limits, seed)])
+        return quantized(x, limits, seed, _without_zeros)
 
 
 class Sparse(NamedTuple):
@@ -64,12 +64,12 @@ class Sparse(NamedTuple):
         return values
 
 
-def _without_zeros(piece: Piece) -> Piece:
-    tensors, spec = piece.payload
+def _without_zeros(x, payload: Payload) -> Payload:
+    tensors, spec = payload
     if not isinstance(spec, QuantizedTensorSpec):
-        return piece
+        return payload
     packed, ranges = tensors
-    x, backend = piece.x, backends.on[packed.device]
+    backend = backends.on[packed.device]
     source = layout.storage_order(x if layout.is_by_sample(x) else x.contiguous())
     place = spec.bits, spec.group_size, spec.size, spec.stride
     values = quantizer_ops.dequantize(packed, ranges, *place, torch.float32)
@@ -77,9 +77,9 @@ def _without_zeros(piece: Piece) -> Piece:
     nonzero = int(is_saved.sum())
     words = packed_words(len(source), 1) + packed_words(nonzero, spec.bits)
     if words >= len(packed):
-        return piece
+        return payload
     codes = backend.unpack(packed, spec.bits, len(source))[is_saved]
     mask = backend.pack(is_saved.to(torch.uint8), 1)
     saved = mask, backend.pack(codes, spec.bits), ranges
     offload.mark(*saved)
-    return piece._replace(payload=Payload(saved, Sparse(spec, nonzero)))
+    return Payload(saved, Sparse(spec, nonzero))

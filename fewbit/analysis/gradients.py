@@ -125,27 +125,22 @@ def squared(gradient) -> float:
     return float(torch.stack([norm.to(device) for norm in norms]).square().sum())
 
 
-def sampling(exact: Measured, parts) -> np.ndarray:
-    """Return an estimate of the gradient's variance between minibatches for each pair of them, (pairs, P) float64."""
-    pairs = []
-    for first in range(0, len(parts) - 1, 2):
-        pair = [exact.gradient(parts[number], number) for number in (first, first + 1)]
-        pairs.append(exact.halved(*pair))
-    return np.array(pairs)
-
-
 def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.ndarray, str]:
-    """Return `sampling` of the batches, or of one batch's chunks divided by their number, and a text that says which."""
-    if len(batches) > 1:
-        with explained(batch):
-            found = sampling(exact, batches)
-        return found, f"{len(batches)} batches of {size_of(batches[0])}"
+    """Return an estimate of the gradient's variance between minibatches for each pair of them, (pairs, P) float64, and a text on it.
+
+    Minibatches are the batches, or the chunks of one batch.
+    """
+    is_one, size = len(batches) == 1, size_of(batches[0])
     with explained(batch):
-        found = sampling(exact, parts_of(batches[0], chunks)) / chunks
-    text = f"{chunks} chunks of one batch of {size_of(batches[0])}"
+        parts = parts_of(batches[0], chunks) if is_one else batches
+        pairs = [range(first, first + 2) for first in range(0, len(parts) - 1, 2)]
+        found = [exact.halved(*(exact.gradient(parts[n], n) for n in pair)) for pair in pairs]
+    if not is_one:
+        return np.array(found), f"{len(batches)} batches of {size}"
+    text = f"{chunks} chunks of one batch of {size}"
     if has_batch_norm(exact.model):
         text += " (too much, as chunks have batch norm statistics of their own: give batches)"
-    return found, text
+    return np.array(found) / chunks, text
 
 
 # -- Arguments -------------------------------------------------------------------------------------------------

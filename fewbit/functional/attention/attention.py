@@ -186,28 +186,25 @@ class _Attention(SavingFunction):
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad[:5]
         state = state_of(query) if how.dropout_p > 0 else None
-        if query.is_cuda or needs[3] or needs[4]:
-            with _choosing():
-                results = with_torch_casts(_attend, query, key, value, mask, bias, how)
-        else:
+        with _choosing() if query.is_cuda or needs[3] or needs[4] else nullcontext():
             results = with_torch_casts(_attend, query, key, value, mask, bias, how)
         results = [y.detach() for y in (results if how.weighed else (results,))]
         ctx.how, ctx.needs, ctx.autocast = how, needs, _autocast(query)
         ctx.shape, ctx.dtype, ctx.device = value.shape, value.dtype, value.device
-        factors = [
-            quantizer.quantize(query, features=_FEATURES),
-            computed.again(quantizer, key)
-            or quantizer.quantize(_without_mean(key), shared=False, slot=1, features=_FEATURES),
-            # The gradient of the value does not depend on the value itself.
-            _value_copy(value, (key, query), how, quantizer)
-            if any((*needs[:2], *needs[3:]))
-            else None,
-        ]
+        factors = {
+            "query": quantizer.quantize(query, features=_FEATURES),
+            "key": _without_mean(quantizer, key, 1),
+            "value": None,
+        }
+        # The gradient of the value does not depend on the value itself.
+        if any((*needs[:2], *needs[3:])):
+            if how.dropout_p > 0:  # gradients depend on the mean
+                own = quantizer.quantize_independent(value, key, query, features=_FEATURES)
+            else:
+                own = _without_mean(quantizer, value, 2)
+            factors["value"] = own
         y, *weights = results
-        query, key, value = factors
-        y = copies.keep(
-            ctx, y, mask=mask, bias=bias, state=state, query=query, key=key, value=value
-        )
+        y = copies.keep(ctx, y, mask=mask, bias=bias, state=state, **factors)
         return (y, *weights) if how.weighed else y
 
     @staticmethod
@@ -229,21 +226,13 @@ class _Attention(SavingFunction):
         return *[next(gradients) if is_needed else None for is_needed in ctx.needs], None, None
 
 
-def _without_mean(x):
-    """Return keys or values minus their mean over the keys, which often is their largest part.
+def _without_mean(quantizer: Quantizer, x, slot: int):
+    """Quantize keys or values minus their mean over the keys, which often is their largest part, unless x is computed again.
 
     No gradient depends on the mean: it changes all scores of a query, or all gradients of its probabilities, by one number.
     """
-    return x - x.mean(-2, keepdim=True)
-
-
-def _value_copy(value, others, how: How, quantizer: Quantizer):
-    """Quantize the value, minus its mean unless dropout makes the gradients depend on the mean."""
-    if how.dropout_p > 0:
-        return quantizer.quantize_independent(value, *others, features=_FEATURES)
-    return computed.again(quantizer, value) or quantizer.quantize(
-        _without_mean(value), shared=False, slot=2, features=_FEATURES
-    )
+    how = {"shared": False, "slot": slot, "features": _FEATURES}
+    return computed.again(quantizer, x) or quantizer.quantize(x - x.mean(-2, keepdim=True), **how)
 
 
 def _gradients(inputs, grads, needs, autocast, how: How, state=None) -> list[Tensor]:

@@ -18,19 +18,10 @@ from fewbit.runtime.saved.sharing import place_of
 
 __all__ = ["interpolate", "pad"]
 
-_aten = torch.ops.aten
 _BACKWARD = {
-    ("reflect", 1): _aten.reflection_pad1d_backward,
-    ("reflect", 2): _aten.reflection_pad2d_backward,
-    ("reflect", 3): _aten.reflection_pad3d_backward,
-    ("replicate", 1): _aten.replication_pad1d_backward,
-    ("replicate", 2): _aten.replication_pad2d_backward,
-    ("replicate", 3): _aten.replication_pad3d_backward,
-}
-_AREA = {
-    3: pooling.adaptive_avg_pool1d,
-    4: pooling.adaptive_avg_pool2d,
-    5: pooling.adaptive_avg_pool3d,
+    (mode, dims): getattr(torch.ops.aten, f"{name}_pad{dims}d_backward")
+    for mode, name in {"reflect": "reflection", "replicate": "replication"}.items()
+    for dims in (1, 2, 3)
 }
 
 
@@ -97,10 +88,10 @@ def interpolate(
         and not (recompute_scale_factor and size is not None)
         and len(requested) == dims
     )
-    served = mode == "area" and input.dim() in _AREA and is_differentiated(input)
+    served = mode == "area" and dims in (1, 2, 3) and is_differentiated(input)
     if not served or not allowed:
         return torch_functional.interpolate(input, *arguments)
     if size is None:
         pairs = zip(input.shape[2:], requested, strict=True)
         requested = [int(length * scale) for length, scale in pairs]
-    return _AREA[input.dim()](input, requested)
+    return getattr(pooling, f"adaptive_avg_pool{dims}d")(input, requested)

@@ -217,22 +217,16 @@ class _BatchNormFunction(SavingFunction):
         """Return the errors in docs/concepts/theory/ac_gc.md, section 6."""
         rstd, weight, (spec, _) = kept.tensor("rstd"), kept.tensor("weight"), kept.copy("x")
         dims = [dim for dim in range(grad.dim()) if dim != 1]
-        is_whole, samples = ctx.view == spec.size, spec.size[0]  # not whole: an instance norm
-        of_rows = grad.double().square()
-        if grad.dim() > 2:
-            of_rows = gradient_errors.squares(grad, dims[1:])
-        by_row = gradient_errors.row_weights(errors, samples)
-        weighted = (of_rows.reshape(samples, -1) * by_row).sum(0)
-        grad2 = of_rows.reshape(grad.shape[:2]).sum(0)
-        of_weight = (weighted,), gradient_errors.weight_cost
-        if not is_whole:
-            of_weight = (weighted.sum()[None],), gradient_errors.weight_cost, samples
+        samples, channels, *_ = spec.size
+        is_whole = (
+            ctx.view == spec.size
+        )  # not whole: an instance norm, whose weight is repeated for each sample
+        numbers = gradient_errors.by_rows(
+            grad.reshape(spec.size), errors, channels if is_whole else 1
+        )
+        of_weight = (numbers,), gradient_errors.weight_cost, 1 if is_whole else samples
         found = [gradient_errors.ErrorOfGradient(4, *of_weight)]
-        if ctx.needs_input_grad[0] and weight is not None and results[4] is not None:
-            scale2 = (weight * rstd).double().square()
-            both = grad2 * scale2, results[4].double().square() * scale2
-            found.append(gradient_errors.of_sums(*both, grad.numel() // len(rstd), is_whole))
-        elif ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0]:
             x = kept.values("x").reshape(ctx.view)
             g = gradient_errors.product(grad, per_channel(weight, grad.dim()), x)
             rstd = per_channel(rstd, grad.dim())

@@ -125,16 +125,10 @@ def of_norm_input(x, g, rstd, dims, has_channels=False) -> ErrorOfGradient:
     """
     rstd = rstd.to(x.dtype)
     alignment = (x * g).sum(dims, keepdim=True) * rstd
-    sums = squares(g, dims) * rstd.double().square(), alignment.double().square()
-    return of_sums(*sums, x.numel() // rstd.numel(), has_channels)
-
-
-def of_sums(scaled2, alignment2, size, has_channels) -> ErrorOfGradient:
-    """Return the result of `of_norm_input` from |g|^2 / s^2 and (x~ . g)^2 / s^2 of each set."""
-    numbers = scaled2.flatten(), alignment2.flatten()
-    if not has_channels:
-        numbers = tuple(sums.sum()[None] for sums in numbers)
-    return ErrorOfGradient(0, numbers, partial(_input_cost, size))
+    # |g|^2 / s^2 and (x~ . g)^2 / s^2 of each set
+    numbers = squares(g, dims) * rstd.double().square(), alignment.double().square()
+    numbers = tuple(sums.flatten() if has_channels else sums.sum()[None] for sums in numbers)
+    return ErrorOfGradient(0, numbers, partial(_input_cost, x.numel() // rstd.numel()))
 
 
 def _input_cost(size, entries, error2) -> Cost:

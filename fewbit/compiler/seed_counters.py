@@ -11,7 +11,6 @@ import threading
 
 import torch
 from torch import nn
-from torch.library import register_fake
 
 from fewbit.runtime import backends
 from fewbit.runtime.interop.checkpoint import checkpoint_hook, in_backward, reentrant_region
@@ -127,9 +126,8 @@ def _draw_seeds(count: int, device: torch.device) -> torch.Tensor:
     return counter_of(device).draw(count)
 
 
-draw_seeds_op = define("draw_seeds(int count, *, Device device) -> Tensor", _draw_seeds)
-
-
-@register_fake("fewbit::draw_seeds")
-def _(count, device):
-    return torch.empty(count, dtype=torch.int64, device=device)
+draw_seeds_op = define(
+    "draw_seeds(int count, *, Device device) -> Tensor",
+    _draw_seeds,
+    lambda count, device: torch.empty(count, dtype=torch.int64, device=device),
+)

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import register_fake
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
 from fewbit.errors import InputError
@@ -320,18 +319,18 @@ def _address(x) -> int:
     return x.untyped_storage().data_ptr()
 
 
+def _fake_gradients(query, key, value, mask, bias, grads, needs, autocast, *how):
+    inputs = zip((query, key, value, mask, bias), needs, strict=True)
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x, need in inputs if need
+    ]
+
+
 # This is one op, because a compiler cannot trace a call of torch.autograd.grad inside a backward pass.
 _gradients_op = define(
     "attention_backward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, "
     "Tensor?[] grads, bool[] needs, ScalarType? autocast, float dropout_p, bool is_causal, "
     "float? scale, bool enable_gqa, int repeats, bool weighed) -> Tensor[]",
     _attention_backward,
+    _fake_gradients,
 )
-
-
-@register_fake("fewbit::attention_backward")
-def _(query, key, value, mask, bias, grads, needs, autocast, *how):
-    inputs = zip((query, key, value, mask, bias), needs, strict=True)
-    return [
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x, need in inputs if need
-    ]

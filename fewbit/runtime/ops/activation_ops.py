@@ -9,7 +9,6 @@ An encoding is passed as text, so that an exported program needs nothing but the
 from __future__ import annotations
 
 import torch
-from torch.library import register_fake
 
 from fewbit.runtime import backends
 from fewbit.runtime.format import layout
@@ -119,24 +118,24 @@ def _decode_mul(grad, packed, encoding, stride):
     return decode_mul(grad, packed, Encoding.parse(encoding), tuple(stride))
 
 
-encode_op = define(
-    "encode(Tensor x, str encoding, SymInt[] stride, Tensor? seed=None) -> Tensor", _encode
-)
-decode_mul_op = define(
-    "decode_mul(Tensor grad, Tensor packed, str encoding, SymInt[] stride) -> Tensor", _decode_mul
-)
-
-
-@register_fake("fewbit::encode")
-def _(x, encoding, stride, seed=None):
+def _fake_codes(x, encoding, stride, seed=None):
     return x.new_empty(packed_words(x.numel(), Encoding.parse(encoding).bits), dtype=torch.int32)
 
 
-@register_fake("fewbit::decode_mul")
-def _(grad, packed, encoding, stride):
+def _fake_product(grad, packed, encoding, stride):
     return torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device)
 
 
+encode_op = define(
+    "encode(Tensor x, str encoding, SymInt[] stride, Tensor? seed=None) -> Tensor",
+    _encode,
+    _fake_codes,
+)
+decode_mul_op = define(
+    "decode_mul(Tensor grad, Tensor packed, str encoding, SymInt[] stride) -> Tensor",
+    _decode_mul,
+    _fake_product,
+)
 refuse_second_derivative(decode_mul_op)
 for _op in (encode_op, decode_mul_op):
     run_by_example(_op)

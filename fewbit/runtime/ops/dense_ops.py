@@ -18,7 +18,6 @@ from __future__ import annotations
 from contextlib import suppress
 
 import torch
-from torch.library import register_fake
 
 from fewbit.config import KIND_NUMBERS, ROTATED
 from fewbit.runtime import backends
@@ -30,11 +29,11 @@ _STEP = Encoding.parse(mask_text(1.0))
 _KINDS = {number: kind for kind, number in KIND_NUMBERS.items()}
 
 
-def _define(schema, implementation):
+def _define(schema, implementation, fake):
     """Define an op, and "<name>_in_python", which the C++ code may call."""
     name, _, rest = schema.partition("(")
     define(f"{name}_in_python({rest}", _keeps_failure(implementation))
-    return define(schema, implementation)
+    return define(schema, implementation, fake)
 
 
 def _keeps_failure(implementation):
@@ -90,74 +89,58 @@ def _unpack_mask(packed, n, dtype):
     return activation_ops.decode_mul(one.expand(n), packed.contiguous(), _STEP, (1,))
 
 
+def _fake_quantized(x, seed, bits, group_size, kind):
+    return quantizer_ops.fake_copy(x, bits, group_size, _KINDS[kind], 0)[:2]
+
+
+def _fake_quantized_by_channels(x, seed, bits, group_size, count):
+    return quantizer_ops.fake_copy(x, bits, group_size, ROTATED, count)
+
+
+def fake_values(packed, ranges, bits, group_size, samples, features, dtype, *_):
+    """Return the fake values of a copy."""
+    return packed.new_empty((samples, features), dtype=dtype)
+
+
 quantize_dense_op = _define(
     "quantize_dense(Tensor x, Tensor seed, int bits, int group_size, int kind) -> (Tensor, Tensor)",
     _quantize,
+    _fake_quantized,
 )
 quantize_by_channels_op = _define(
     "quantize_by_channels(Tensor x, Tensor seed, int bits, int group_size, SymInt count) "
     "-> (Tensor, Tensor, Tensor)",
     _quantize_by_channels,
+    _fake_quantized_by_channels,
 )
 _COPY = "Tensor packed, Tensor ranges, int bits, int group_size, SymInt samples, SymInt features, ScalarType dtype"
-dequantize_dense_op = _define(f"dequantize_dense({_COPY}, int kind) -> Tensor", _dequantize)
-dequantize_by_channels_op = _define(
-    f"dequantize_by_channels({_COPY}, Tensor statistics) -> Tensor", _dequantize_by_channels
+dequantize_dense_op = _define(
+    f"dequantize_dense({_COPY}, int kind) -> Tensor", _dequantize, fake_values
 )
-anchor_op = _define("anchor(Tensor kept) -> Tensor", _anchor)
+dequantize_by_channels_op = _define(
+    f"dequantize_by_channels({_COPY}, Tensor statistics) -> Tensor",
+    _dequantize_by_channels,
+    fake_values,
+)
+anchor_op = _define("anchor(Tensor kept) -> Tensor", _anchor, _anchor)
 pack_op = _define(
     "pack(Tensor codes, int bits) -> Tensor",
     lambda codes, bits: backends.on[codes.device].pack(codes.contiguous().view(-1), bits),
+    lambda codes, bits: codes.new_empty(packed_words(codes.numel(), bits), dtype=torch.int32),
 )
 unpack_op = _define(
     "unpack(Tensor packed, int bits, SymInt n) -> Tensor",
     lambda packed, bits, n: backends.on[packed.device].unpack(packed.contiguous(), bits, n),
+    lambda packed, bits, n: packed.new_empty(n, dtype=torch.uint8),
 )
-pack_mask_op = _define("pack_mask(Tensor mask) -> Tensor", _pack_mask)
+pack_mask_op = _define(
+    "pack_mask(Tensor mask) -> Tensor",
+    _pack_mask,
+    lambda mask: mask.new_empty(packed_words(mask.numel(), 1), dtype=torch.int32),
+)
 unpack_mask_op = _define(
-    "unpack_mask(Tensor packed, SymInt n, *, ScalarType dtype) -> Tensor", _unpack_mask
+    "unpack_mask(Tensor packed, SymInt n, *, ScalarType dtype) -> Tensor",
+    _unpack_mask,
+    lambda packed, n, dtype: packed.new_empty(n, dtype=dtype),
 )
-
-
-@register_fake("fewbit::quantize_dense")
-def _(x, seed, bits, group_size, kind):
-    return quantizer_ops.fake_copy(x, bits, group_size, _KINDS[kind], 0)[:2]
-
-
-@register_fake("fewbit::quantize_by_channels")
-def _(x, seed, bits, group_size, count):
-    return quantizer_ops.fake_copy(x, bits, group_size, ROTATED, count)
-
-
-@register_fake("fewbit::dequantize_dense")
-@register_fake("fewbit::dequantize_by_channels")
-def _(packed, ranges, bits, group_size, samples, features, dtype, _):
-    return packed.new_empty((samples, features), dtype=dtype)
-
-
-@register_fake("fewbit::anchor")
-def _(kept):
-    return kept.new_empty((), dtype=torch.float32)
-
-
-@register_fake("fewbit::pack")
-def _(codes, bits):
-    return codes.new_empty(packed_words(codes.numel(), bits), dtype=torch.int32)
-
-
-@register_fake("fewbit::unpack")
-def _(packed, bits, n):
-    return packed.new_empty(n, dtype=torch.uint8)
-
-
-@register_fake("fewbit::pack_mask")
-def _(mask):
-    return mask.new_empty(packed_words(mask.numel(), 1), dtype=torch.int32)
-
-
-@register_fake("fewbit::unpack_mask")
-def _(packed, n, *, dtype):
-    return packed.new_empty(n, dtype=dtype)
-
-
 run_by_example(anchor_op)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.fx.traceback
-from torch.library import Library, register_autograd, register_vmap
+from torch.library import Library, register_autograd, register_fake, register_vmap
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fewbit.errors import GradientError
@@ -25,14 +25,16 @@ NO_FORWARD_MODE = (
 )
 
 
-def define(schema: str, implementation, key: str = "CompositeExplicitAutograd"):
-    """Define an op, and return its default overload.
+def define(schema: str, implementation, fake=None, key: str = "CompositeExplicitAutograd"):
+    """Define an op, and return its default overload. `fake` computes results without values.
 
     With the key "CompositeImplicitAutograd", the implementation is traced in place of the op.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=_TAGS)
     LIBRARY.impl(name, implementation, key)
+    if fake is not None:
+        register_fake(f"fewbit::{name}", fake)
     return getattr(torch.ops.fewbit, name).default
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.library import register_fake
 
 from fewbit.config import KIND_NUMBERS
 from fewbit.runtime.format import groups, layout
@@ -34,7 +33,7 @@ def _define(schema, implementation):
             kept = implementation(*arguments)
             return *kept, dense_ops.anchor_op(kept[0])
 
-    return define(schema, call, "CompositeImplicitAutograd")
+    return define(schema, call, key="CompositeImplicitAutograd")
 
 
 def _quantize(x, seed, bits, group_size, kind, channels=0):
@@ -84,12 +83,8 @@ restore_op = define(
     "restore(Tensor packed, Tensor ranges, int bits, int group_size, SymInt samples, SymInt features, "
     "ScalarType dtype, str kind, Tensor? widths, Tensor? statistics, Tensor? mask) -> Tensor",
     _restore,
+    dense_ops.fake_values,
 )
-
-
-@register_fake("fewbit::restore")
-def _(packed, ranges, bits, group_size, samples, features, dtype, kind, widths, statistics, mask):
-    return packed.new_empty((samples, features), dtype=dtype)
 
 
 def quantize(x, stride, seed, bits, group_size, kind, channels=0):

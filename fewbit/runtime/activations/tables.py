@@ -30,11 +30,20 @@ def encoding_of(
     Raises:
         FunctionError, SolveError, TableError: there is no such table.
     """
-    if table is not None:
-        return _given(function, parameters, table)
-    if function in _COMPARED and dtype != torch.float64:
+    if table is None and function in _COMPARED and dtype != torch.float64:
         parameters = tuple(unpack("f", pack("f", number))[0] for number in parameters)
-    return _default(function, parameters, bits)
+    names = functions.get(function).parameters
+    wanted = functions.get(function, dict(zip(names, parameters, strict=True)))
+    if table is None:
+        if function in _SHRINKS and parameters == (0.0,):
+            return _AT_ZERO
+        table = store.load_table(function, bits, parameters=dict(wanted.parameters), **DEFAULT)
+    elif (table.function, table.parameters) != (wanted.name, dict(wanted.parameters)):
+        expected = describe(wanted.name, wanted.parameters)
+        raise TableError(
+            f"table: expected a table of {expected}, got one of {describe_function(table)}"
+        )
+    return Encoding.of(table)
 
 
 @constant
@@ -63,24 +72,6 @@ _AT_ZERO = Encoding(
 )
 
 
-def _default(function, parameters, bits) -> Encoding:
-    named = _function(function, parameters)
-    if function in _SHRINKS and parameters == (0.0,):
-        return _AT_ZERO
-    table = store.load_table(function, bits, parameters=dict(named.parameters), **DEFAULT)
-    return Encoding.of(table)
-
-
-def _given(function, parameters, table) -> Encoding:
-    wanted = _function(function, parameters)
-    if (table.function, table.parameters) != (wanted.name, dict(wanted.parameters)):
-        expected = describe(wanted.name, wanted.parameters)
-        raise TableError(
-            f"table: expected a table of {expected}, got one of {describe_function(table)}"
-        )
-    return Encoding.of(table)
-
-
 @lru_cache(maxsize=256)
 def text_of(table) -> str:
     """Return the text of a table's encoding."""
@@ -95,8 +86,3 @@ def check_choice(bits, table) -> None:
         if isinstance(table, str | Path):
             advice = f"fewbit.Table.load({str(table)!r}) reads a file"
         raise TableError(f"table: expected a fewbit.Table, got {type(table).__name__}; {advice}")
-
-
-def _function(function, parameters) -> functions.Function:
-    names = functions.get(function).parameters
-    return functions.get(function, dict(zip(names, parameters, strict=True)))

@@ -47,12 +47,8 @@ class FixedPointSpec(NamedTuple):
     def dequantize(self, tensors, dtype: torch.dtype | None = None, affine=None) -> torch.Tensor:
         scale, shift, inner = affine or (None, None, None)
         if shift is None and inner is not None and self.dtype == torch.float32:
-            return self._decode(tensors, dtype or self.dtype, scale=(flat(scale), inner))
-        return map_affine(self._decode(tensors, self.dtype), affine).to(dtype or self.dtype)
-
-    def result(self, tensors, dtype: torch.dtype, slope: float) -> torch.Tensor:
-        """Return approximate values of LeakyReLU(y)."""
-        return self._decode(tensors, dtype, slope)
+            return self.decode(tensors, dtype or self.dtype, scale=(flat(scale), inner))
+        return map_affine(self.decode(tensors, self.dtype), affine).to(dtype or self.dtype)
 
     def masked(self, grad, tensors, slope: float) -> torch.Tensor:
         """Return the gradient of LeakyReLU: grad where y > 0, and grad * slope elsewhere."""
@@ -69,7 +65,8 @@ class FixedPointSpec(NamedTuple):
         grad = layout.bring_to(grad, self.stride)
         return fixed_point.mask(grad, packed, grid, self.bits, self.inner, slope)
 
-    def _decode(self, tensors, dtype, slope=None, scale=None):
+    def decode(self, tensors, dtype, slope=None, scale=None) -> torch.Tensor:
+        """Return approximate values of x~, times `scale` if given; with a `slope` those of LeakyReLU(y)."""
         packed, weight, bias = tensors
         grid = fixed_point.grid_of(weight, bias, self.bits, packed.device)
         of = packed, grid, self.bits, self.inner
@@ -86,7 +83,7 @@ class PreActivationSpec(NamedTuple):
     count = FixedPointSpec.count
 
     def dequantize(self, tensors, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return self.fixed.result(tensors, dtype or self.dtype, self.slope)
+        return self.fixed.decode(tensors, dtype or self.dtype, self.slope)
 
 
 def can_save_fixed_point(x, rstd, weight, bias, copies: int) -> bool:

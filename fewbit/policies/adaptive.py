@@ -12,8 +12,8 @@ from fewbit.policies.allocation import allocate
 from fewbit.policies.allocation_report import Allocated, Allocation
 from fewbit.policies.probing import ProbingPolicy
 from fewbit.policies.records import (
+    MOST,
     Record,
-    capped,
     check_layer,
     mean,
     merge_by_key,
@@ -229,9 +229,9 @@ def _in_units_of(now: Mapping, before: Mapping) -> dict[tuple[str, int], SlotVar
     return {
         name: replace(
             slot,
-            sensitivity=capped(ratio * slot.sensitivity),
-            at_one=capped(ratio * slot.at_one),
-            weight=capped(slot.weight / ratio),
+            sensitivity=min(ratio * slot.sensitivity, MOST),
+            at_one=min(ratio * slot.at_one, MOST),
+            weight=min(slot.weight / ratio, MOST),
         )
         for name, slot in before.items()
     }

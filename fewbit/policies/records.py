@@ -161,8 +161,3 @@ def check_layer(name: str, names, kind: str = "layer") -> None:
         raise InputError(
             f"expected the state of this model's controller, got one with a {kind} {shorten(name)}, which it lacks"
         )
-
-
-def capped(value: float, most: float = MOST) -> float:
-    """Return the smaller of `value` and `most`."""
-    return min(value, most)

@@ -23,7 +23,7 @@ from fewbit.policies.error_bound.observations import (
     sums_by_label,
 )
 from fewbit.policies.error_bound.table_errors import allowed_error
-from fewbit.policies.records import Record, capped
+from fewbit.policies.records import MOST, Record
 from fewbit.policies.unobserved import FORGOTTEN
 
 HISTORY = 10
@@ -244,7 +244,7 @@ def _mean_pair(pairs) -> Pair:
 def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) -> TensorEstimate:
     """Return a slot's knowledge after one more measurement, in which V^2 of all gradients has the sum `total`."""
     scale = (now.samples or 1) / now.elements if now.elements else 0.0
-    spread = tuple(capped(scale * square) for square in now.squares[: parts_of(now.samples)])
+    spread = tuple(min(scale * square, MOST) for square in now.squares[: parts_of(now.samples)])
     weights, weighed, spreads = None, 0, ()
     if before is not None:
         weights, weighed, spreads = before.weights, before.weighed, before.spreads
@@ -297,7 +297,7 @@ def updated_activation(
     before: ActivationEstimate | None, now: ActivationNorms, total: float
 ) -> ActivationEstimate:
     """Return the knowledge of an activation; see `updated_slot`."""
-    row = ActivationRow(capped(now.v2 / total), capped(now.grad2 / total))
+    row = ActivationRow(min(now.v2 / total, MOST), min(now.grad2 / total, MOST))
     rows = _latest(() if before is None else before.rows, row)
     return ActivationEstimate(now.name, now.function, now.parameters, rows)
 
@@ -308,10 +308,10 @@ def _updated_constraint(
     seen: MonitoredNorms | None,
     total: float,
 ) -> ConstraintEstimate:
-    squares = (capped(value**2 / total, MOST_RATIO) for value in (now.first, now.second))
+    squares = (min(value**2 / total, MOST_RATIO) for value in (now.first, now.second))
     rows, pairs = _latest(before.rows, ConstraintRow(now.v2 / total, *squares)), before.pairs
     if seen is not None:
-        pairs = _latest(pairs, Pair(capped(seen.hat2 / total), capped(seen.exact2 / total)))
+        pairs = _latest(pairs, Pair(min(seen.hat2 / total, MOST), min(seen.exact2 / total, MOST)))
     return ConstraintEstimate(now.label, now.kind, rows, pairs)
 
 

@@ -212,7 +212,8 @@ class FunctionQuantizers:
                     name, is_attention = F.linear.__name__, False
                     if ours is F.matmul and factors[1].dim() == 2:
                         ours, args = F.linear, (factors[0], factors[1].t())
-            quantizer = self._own(path, name, self._quantizer_of(name, is_attention))
+            usual = self.attention_quantizer if is_attention else self.quantizer
+            quantizer = self._own(path, name, self.norm_quantizer if name in _NORMS else usual)
             return ours(*args, **kwargs, quantizer=quantizer)
         x = args[0] if args else kwargs.get("input")
         if not takes(x):
@@ -230,11 +231,6 @@ class FunctionQuantizers:
             return run(*args, **kwargs, **saves)
         except FunctionError:  # torch accepts these parameters and fewbit does not
             return theirs()
-
-    def _quantizer_of(self, function: str, is_attention: bool) -> Quantizer:
-        if function in _NORMS:
-            return self.norm_quantizer
-        return self.attention_quantizer if is_attention else self.quantizer
 
     def _own(self, path: str, function: str, quantizer: Quantizer) -> Quantizer:
         """Return the quantizer that all calls of a function in the module at `path` share."""

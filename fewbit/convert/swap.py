@@ -245,13 +245,10 @@ def _configure(path, module, settings, context) -> float | None:
         if is_exact or module.quantizer is None:
             return module.bits
         return mean_bits(module.quantizer)
-    if isinstance(module, StepwiseLSTM) and module.runs_stepwise_on(_device_of(module)):
-        return settings.bits
+    if isinstance(module, StepwiseLSTM):
+        device = next(module.parameters()).device
+        return settings.bits if module.runs_stepwise_on(device) else None
     return None
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
 
 
 def _class_before(path: str, module: nn.Module, original: Original) -> type[nn.Module]:

@@ -104,7 +104,7 @@ class ProbingPolicy(BitPolicy):
         self._run: ProbeRun | None = None
         self._loaded: ProbeRun | None = None  # from a state, until the next forward pass
         self._is_joint = False  # whether several processes train the model
-        self._before_alone = None  # a snapshot, see _counts
+        self._before_alone = None  # schedule, loaded run and knowledge, see _counts
         self._unobserved = Unobserved()
         self._lock = threading.RLock()
 
@@ -193,7 +193,8 @@ class ProbingPolicy(BitPolicy):
         elif self._is_joint and torch.distributed.is_initialized():
             return False
         elif self._before_alone is None:
-            self._is_joint, self._before_alone, self._run = False, self._snapshot(), None
+            self._before_alone = self.schedule, self._loaded, self.knowledge
+            self._is_joint, self._run = False, None
         return True
 
     def _next_probe(self, path: str, groups, lag: int):
@@ -234,9 +235,6 @@ class ProbingPolicy(BitPolicy):
         knowledge = self.learn(result)
         if knowledge is not self.knowledge:
             self.adopt(knowledge)
-
-    def _snapshot(self) -> tuple:
-        return self.schedule, self._loaded, self.knowledge
 
     def _roll_back(self, snapshot: tuple) -> None:
         schedule, loaded, knowledge = snapshot

@@ -33,13 +33,16 @@ _IN_PLACE = frozenset(
     f"__i{name}__"
     for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
 ) | {"__setitem__"}
-_STATISTICS = {
+_NORMS = {
     functional.batch_norm: (1, 2),
     functional.instance_norm: (1, 2),
     torch.batch_norm: (3, 4),
     torch.instance_norm: (3, 4),
     torch.native_batch_norm: (3, 4),
     torch._batch_norm_impl_index: (3, 4),
+}
+_STATISTICS = {
+    **_NORMS,
     torch.batch_norm_gather_stats_with_counts: (3, 4),
     torch.fused_moving_avg_obs_fake_quant: (3, 4, 5, 6),
     torch._fused_moving_avg_obs_fq_helper: (3, 4, 5, 6),
@@ -48,11 +51,6 @@ _STATISTICS = {
 _BY_NAME = "running_mean", "running_var", "out"
 _TRAINING = 5
 """The position at which norms take `training` or `use_input_stats`, without which they update nothing."""
-_NORMS = frozenset((*_STATISTICS,)) - {
-    torch.batch_norm_gather_stats_with_counts,
-    torch.fused_moving_avg_obs_fake_quant,
-    torch._fused_moving_avg_obs_fq_helper,
-}
 
 
 def name_of(function) -> str:

@@ -57,29 +57,27 @@ def sensitivities(x, slot, samples, group_size, normalize=None, kind=UNIFORM):
 
 
 def _by_samples(x, samples):
-    x = _source(x)
-    return x if x.shape[0] == samples else x.detach().view(samples, -1)
-
-
-def _source(x):
-    """Return x with samples outermost in storage, in a dtype that the kernels have, which compute in float32."""
+    if x.dtype is torch.float64:
+        x = x.float()  # the kernels compute in float32
     if not x.is_contiguous() and not layout.is_by_sample(x):
         x = x.detach().contiguous()
-    return x.float() if x.dtype is torch.float64 else x
+    return x if x.shape[0] == samples else x.detach().view(samples, -1)
 
 
 def channel_statistics(x, count, normalize=None):
     """See `reference.channel_statistics`."""
-    source = _source(x)
+    source = x if x.is_contiguous() or layout.is_by_sample(x) else x.detach().contiguous()
+    source = _narrow(source)
     return backends.on[source.device].channel_statistics(source, count, normalize)
 
 
 def squares(x, group_size, normalize=None, kind=UNIFORM):
     """Return, for each sample of x, a number to which the variance of rounding is proportional, (N,) float32.
 
-    Times `distortion(kind, bits)`, it is the variance, summed over the sample's elements.
+    Times `distortion(kind, bits)`, it is the variance, summed over the sample's elements. `layout.is_by_sample(x)` must
+    be true.
     """
-    return backends.on[x.device].squares(_source(x), group_size, normalize, kind)
+    return backends.on[x.device].squares(_narrow(x), group_size, normalize, kind)
 
 
 def rounding_variance(x, samples, group_size, normalize, bits, generator):
@@ -126,6 +124,11 @@ def dequantize(
     settings = widths, affine, kind, mask, channels
     backends.on[packed.device].dequantize(packed, ranges, bits, group_size, out, *settings)
     return out.double() if is_wide else out
+
+
+def _narrow(x):
+    """Return x in a dtype that the kernels have, which compute in float32."""
+    return x if x.dtype is not torch.float64 else x.float()
 
 
 def quantize_with_channels(x, seed, bits, group_size, kind, channels):

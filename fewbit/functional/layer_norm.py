@@ -287,21 +287,16 @@ def _is_fused(grad, weight) -> bool:
     return is_cuda and (weight is None or weight.dtype == grad.dtype)
 
 
-def with_offset(weight, offset: float):
-    """Return weight + offset, added in float32; None without a weight."""
-    return weight if weight is None or not offset else offset + weight.float()
-
-
 class RMSNormFunction(SavingFunction):
     """RMS norm with the weight plus `offset`, computed by torch, or by `form`, a function as `Form.forward` of transformers' norms."""
 
     @staticmethod
     def forward(ctx, x, shape, weight, eps, form, offset, number_of_copies, quantizer):
-        scale = with_offset(weight, offset)
+        scale = offset + weight.float() if offset else weight
         y, rstd = form(x, scale, eps) if form else _fused_rms_norm(x, shape, weight, eps)
-        ctx.shape, ctx.offset, ctx.is_torchs = shape, offset, form is None
+        ctx.shape, ctx.dims, ctx.offset, ctx.is_torchs = shape, _last(shape), offset, form is None
         ctx.inner = math.prod(shape) if x.is_contiguous() else None
-        settings = number_of_copies, quantizer, _last(shape)
+        settings = number_of_copies, quantizer, ctx.dims
         first, second = save_copies(x, Statistics(None, rstd, ctx.inner), *settings)
         share_result(quantizer, y, first, scale, None)
         rstd, weight = (rstd, weight) if ctx.needs_input_grad[0] else (None, None)
@@ -322,8 +317,8 @@ class RMSNormFunction(SavingFunction):
         first, second = dequantize_copies(kept)
         grad, grad_x, grad_weight = grad.to(first.dtype), None, None
         if needs_x:
-            g = weighted(grad, with_offset(weight, ctx.offset))
-            grad_x = input_gradient(g, first, second, rstd, _last(ctx.shape), centered=False)
+            g = weighted(grad, ctx.offset + weight.float() if ctx.offset else weight)
+            grad_x = input_gradient(g, first, second, rstd, ctx.dims, centered=False)
         if needs_weight:
             grad_weight = sums.over_rows(grad * first, len(ctx.shape))
         return grad_x, None, grad_weight, None, None, None, None, None
@@ -331,8 +326,10 @@ class RMSNormFunction(SavingFunction):
     @staticmethod
     def gradient_errors(ctx, kept, grad, results, errors):
         """Return the errors in docs/concepts/theory/ac_gc.md, section 6."""
-        of_norm = with_offset(kept.tensor("weight"), ctx.offset), len(ctx.shape), 2
-        return gradient_errors.of_rows(ctx, kept, grad, errors, *of_norm)
+        scale = kept.tensor("weight")
+        if ctx.offset and scale is not None:
+            scale = ctx.offset + scale.float()
+        return gradient_errors.of_rows(ctx, kept, grad, errors, scale, len(ctx.shape), 2)
 
 
 class _GroupNorm(SavingFunction):

@@ -185,7 +185,10 @@ class _Attention(SavingFunction):
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad[:5]
         state = state_of(query) if how.dropout_p > 0 else None
-        with _choosing() if query.is_cuda or needs[3] or needs[4] else nullcontext():
+        if query.is_cuda or needs[3] or needs[4]:
+            with _choosing():
+                results = with_torch_casts(_attend, query, key, value, mask, bias, how)
+        else:
             results = with_torch_casts(_attend, query, key, value, mask, bias, how)
         results = [y.detach() for y in (results if how.weighed else (results,))]
         ctx.how, ctx.needs, ctx.autocast = how, needs, _autocast(query)

@@ -12,7 +12,7 @@ from torch import nn
 from fewbit.compress import fused
 from fewbit.compress.allocator import AllocatorReport, use_expandable_segments
 from fewbit.compress.controller import Controller
-from fewbit.compress.sample import bytes_by_op, check_sample, fit_of, saved_for, try_sample
+from fewbit.compress.sample import bytes_by_class, check_sample, fit_of, saved_for, try_sample
 from fewbit.config import (
     CODECS,
     LARGEST_ROTATED_GROUP,
@@ -183,7 +183,7 @@ def _check(config: BitConfig, model, sample) -> None:
 
 
 def _converted(model, settings, selection, sample) -> tuple[Conversion, dict[str, int]]:
-    """Convert the model. Return also {name of an operation: bytes that the exact model saves for the sample}."""
+    """Convert the model. Return also {class of modules: bytes that the exact model saves for the sample}."""
     before = {}
     if sample is None:
         return convert(model, settings, selection), before
@@ -191,7 +191,7 @@ def _converted(model, settings, selection, sample) -> tuple[Conversion, dict[str
     try_sample(model, sample)
 
     def measure():
-        before.update(bytes_by_op(saved_for(model, sample)))
+        before.update(bytes_by_class(model, saved_for(model, sample)))
 
     return convert(model, settings, selection, measure), before
 
@@ -286,7 +286,7 @@ def _report(report: Report, notes, model, settings, sample, before) -> Report:
         changes["functions"] = settings.bits, settings.bits_of_attention, activations
     if sample is not None:
         saved = saved_for(model, sample)
-        changes["saved"] = before, bytes_by_op(saved)
+        changes["saved"] = before, bytes_by_class(model, saved)
     if settings.fuses_norms:
         seen = saved if model.training else None
         changes["converted"] = fused.shared(model, report.converted, seen)

@@ -12,6 +12,7 @@ from fewbit.analysis.gradients import shapes_of
 from fewbit.analysis.meter import saved_bytes
 from fewbit.analysis.saved_bytes import SavedBytes
 from fewbit.analysis.unchanged import alone
+from fewbit.convert.swap import name_before
 from fewbit.errors import FewbitError, InputError
 from fewbit.policies.budget import AverageOfBudget, SizeProbe
 from fewbit.printable import one_line
@@ -50,11 +51,11 @@ def try_sample(model: nn.Module, sample) -> None:
         ) from error
 
 
-def bytes_by_op(saved: SavedBytes) -> dict[str, int]:
-    """Return {name of an autograd node: bytes that such nodes save}, without parameters and buffers."""
+def bytes_by_class(model: nn.Module, saved: SavedBytes) -> dict[str, int]:
+    """Return {class name of modules before the conversion: bytes that they save}, without parameters and buffers."""
     sums = {}
     for entry in saved.kept:
-        name = entry.node or "unknown"
+        name = name_before(model, entry.module) or entry.module_type
         sums[name] = sums.get(name, 0) + entry.bytes
     return sums
 
@@ -66,5 +67,5 @@ def fit_of(model: nn.Module, sample, budget: int) -> AverageOfBudget:
     """
     sizes = SizeProbe()
     with measuring(sizes):
-        exact = sum(bytes_by_op(saved_for(model, sample)).values())
+        exact = saved_for(model, sample).total
     return sizes.fit(budget, exact)

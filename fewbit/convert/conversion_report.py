@@ -78,7 +78,7 @@ class Report(Result):
     """The modules that a conversion has changed, and those that it left as they are.
 
     Attributes:
-        saved: Two dicts, before and after the conversion: {name of an operation: bytes that it saves for the backward pass}.
+        saved: Two dicts, before and after the conversion: {class of modules: bytes that they save for the backward pass}.
             None if `compress_` got no `sample`.
         functions: For functions that a forward pass calls, the bits per element of quantized inputs, of q, k and v of
             attention, and of activations. None if functions are not compressed.
@@ -140,7 +140,7 @@ class Report(Result):
         before, after = self.saved
         totals = sum(before.values()), sum(after.values())
         unit = unit_of(max(totals), "MiB")
-        # Ops that save most now come first, because they are the next to compress.
+        # Classes that save most now come first, because they are the next to compress.
         names = sorted(
             {*before, *after}, key=lambda name: (-after.get(name, 0), -before.get(name, 0), name)
         )
@@ -155,7 +155,7 @@ class Report(Result):
         rows = [row for row in [*filter(is_shown, rows), others] if is_shown(row)]
         ratio = f" ({totals[0] / totals[1]:.2f}x less)" if totals[1] else ""
         columns = (
-            Column("saved for backward, by op", lambda row: row[0], "name"),
+            Column("saved for backward, by class", lambda row: row[0], "name"),
             Column(f"before, {unit[0]}", lambda row: amount(row[1], unit)),
             Column(f"now, {unit[0]}", lambda row: amount(row[2], unit)),
         )

@@ -29,6 +29,7 @@ from fewbit.runtime.interop.bypass import ModeHooks
 from fewbit.runtime.interop.module_calls import (
     GUARD,
     PATH,
+    class_of,
     rebase,
     track,
     tracked_class_for,
@@ -148,6 +149,18 @@ def check_module(model) -> None:
 def is_converted(module: nn.Module) -> bool:
     """Return whether `convert` changed the class of the module."""
     return ORIGINAL in vars(module)
+
+
+def name_before(model: nn.Module, path: str) -> str | None:
+    """Return the class name of the module at `path` before the conversion, or None if it was not converted.
+
+    If the module was a function, this is the class name of the module that called it.
+    """
+    parent, _, name = path.rpartition(".")
+    if name and name in vars(model.get_submodule(parent)).get(_FUNCTIONS, {}):
+        return class_of(model.get_submodule(parent)).__name__
+    original = vars(model.get_submodule(path)).get(ORIGINAL)
+    return None if original is None else original.cls.__name__
 
 
 def name_of_attention(path: str) -> str:

@@ -77,8 +77,8 @@ def test_a_sample_that_is_part_of_a_larger_tensor_counts_for_itself():
     assert ours == alone
 
 
-def test_bytes_by_op_in_order_without_rows_of_nothing():
-    """Ops that save bytes now come first, then those that saved some before; rows of 0.00 twice are summed up."""
+def test_bytes_by_class_in_order_without_rows_of_nothing():
+    """Classes that save bytes now come first, then those that saved some before; rows of 0.00 twice are summed up."""
     mib = 2**20
     before = {"b": 2 * mib, "a": 3 * mib, "kept": mib, "d": mib} | dict.fromkeys("pqrs", 4000)
     after = {"kept": mib, "new": mib // 8, "u": 30}
@@ -100,6 +100,14 @@ def test_bytes_by_op_in_order_without_rows_of_nothing():
     # In bytes, a row says what it is.
     small = str(Report((), (), ({"a": 200, "b": 1}, {"a": 100})))
     assert small.splitlines()[-3].split() == ["b", "1", "0"]
+
+
+def test_bytes_before_and_now_are_in_one_row():
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    model = nn.Sequential(layer, fewbit.nn.GELU(), nn.GELU())
+    saved = fewbit.compress_(model, 4, sample=normal((8, 16, 32)), verbose=False).report.saved
+    classes = "TransformerEncoderLayer MultiheadAttention LayerNorm Linear Dropout GELU".split()
+    assert [before.keys() for before in saved] == [set(classes)] * 2
 
 
 # -- numbers of samples, and states ------------------------------------------------------------------------

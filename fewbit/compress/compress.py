@@ -127,7 +127,7 @@ def compress_(
     notes = _notes(given, config, offload, model, settings, allocator)
     if is_second:
         notes += ("an earlier call of compress_ was undone: only the settings of this call hold",)
-    report = _report(conversion.report, notes, model, settings, sample, before)
+    report = _report(conversion, notes, model, settings, sample, before)
     return _reported(
         Controller(model, report, conversion.context, allocator, given, bool(overrides)), verbose
     )
@@ -278,17 +278,23 @@ def _notes(given, config, offload, model, settings, allocator) -> tuple[str, ...
     return tuple(notes)
 
 
-def _report(report: Report, notes, model, settings, sample, before) -> Report:
+def _report(conversion: Conversion, notes, model, settings, sample, before) -> Report:
     changes, saved = {"notes": notes}, None
-    if settings.functional:
-        own = settings.make_activation_quantizer(None)  # None if activations save codes
-        activations = settings.activation_bits if own is None else mean_bits(own)
-        changes["functions"] = settings.bits, settings.bits_of_attention, activations
     if sample is not None:
         saved = saved_for(model, sample)
         changes["saved"] = before, bytes_by_class(model, saved)
+    is_seen = sample is not None and model.training
+    if settings.functional:
+        own = settings.make_activation_quantizer(None)  # None if activations save codes
+        activations = settings.activation_bits if own is None else mean_bits(own)
+        has_attention = kinds.may_call_functions(model)
+        if is_seen and has_attention:
+            has_attention = conversion.context.contexts[0].settings.has_attention
+        attention = settings.bits_of_attention if has_attention else None
+        changes["functions"] = settings.bits, attention, activations
+    report = conversion.report
     if settings.fuses_norms:
-        seen = saved if model.training else None
+        seen = saved if is_seen else None
         changes["converted"] = fused.shared(model, report.converted, seen)
     return replace(report, **changes)
 

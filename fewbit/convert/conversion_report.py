@@ -81,14 +81,14 @@ class Report(Result):
         saved: Two dicts, before and after the conversion: {class of modules: bytes that they save for the backward pass}.
             None if `compress_` got no `sample`.
         functions: For functions that a forward pass calls, the bits per element of quantized inputs, of q, k and v of
-            attention, and of activations. None if functions are not compressed.
+            attention (None if the forward pass calls no attention), and of activations. None if functions are not compressed.
         notes: Lines about the model as a whole.
     """
 
     converted: tuple[ConvertedModule, ...]
     left_alone: tuple[SkippedModule, ...]
     saved: tuple[dict[str, int], dict[str, int]] | None = None
-    functions: tuple[int, int, int] | None = None
+    functions: tuple[int, int | None, int] | None = None
     notes: tuple[str, ...] = ()
 
     def records(self) -> list[dict]:
@@ -124,7 +124,7 @@ class Report(Result):
         if self.functions is not None:
             inputs, attention, activations = self.functions
             line = f"called functions save {bits_or_exact(inputs)} of inputs, activations {bits_or_exact(activations)}"
-            if attention != inputs:
+            if attention not in (inputs, None):
                 line += (
                     "; if the model calls attention, matrix products, softmax or squares, these save "
                     f"{bits_or_exact(attention)} of inputs"

@@ -121,6 +121,7 @@ _ATTENTION = (
     vector_norm.normalize,
 )
 """Functions of attention, and squares, often those of a loss. Their tensors get the bits of q, k and v, except in products with parameters."""
+_NAMES_OF_ATTENTION = {function.__name__ for function in _ATTENTION}
 
 
 def _table() -> dict:
@@ -190,6 +191,11 @@ class FunctionQuantizers:
     norm_quantizer: Quantizer
     activation_quantizer: Quantizer | None = None
     own: dict[tuple[str, str], Quantizer] = field(default_factory=dict, compare=False)
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether one of the first calls was of a function of attention."""
+        return any(name in _NAMES_OF_ATTENTION for _, name in self.own)
 
     def call(self, ours, family, theirs, args, kwargs, path: str):
         """Call fewbit's function with these settings, or torch's if fewbit's does not support the arguments.

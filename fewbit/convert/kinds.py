@@ -277,8 +277,17 @@ def name_of(cls: type) -> str:
     return f"fewbit.nn.{cls.__name__}" if hasattr(few, cls.__name__) else "fewbit's"
 
 
+def may_call_functions(model: nn.Module) -> bool:
+    """Return whether the model has a module of another class than those of torch.nn and fewbit, which call no attention."""
+    return not all(_is_torch_or_fewbit(module) for module in model.modules())
+
+
+def _is_torch_or_fewbit(module: nn.Module) -> bool:
+    return is_fewbit(module) or class_of(module).__module__.startswith("torch.nn.")
+
+
 def may_call(module: nn.Module) -> bool:
     """Return whether a module's forward may call others: all but childless modules of torch.nn and fewbit."""
     if next(module.children(), None) is not None:
         return True
-    return not (is_fewbit(module) or type(module).__module__.startswith("torch.nn."))
+    return not _is_torch_or_fewbit(module)

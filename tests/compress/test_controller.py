@@ -110,6 +110,31 @@ def test_bytes_before_and_now_are_in_one_row():
     assert [before.keys() for before in saved] == [set(classes)] * 2
 
 
+class Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(64, 64), function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    "model, has_sample, is_shown",
+    [
+        (nn.TransformerEncoderLayer(64, 2, 64), False, False),
+        (Calls(torch.relu), False, True),
+        (Calls(torch.relu), True, False),
+        (Calls(torch.square), True, True),
+        (Calls(torch.relu).eval(), True, True),
+    ],
+)
+def test_the_bits_of_attention_are_shown_if_a_forward_pass_may_call_it(model, has_sample, is_shown):
+    sample = normal((32, 64)) if has_sample else None
+    report = fewbit.compress_(model, 4, sample=sample, verbose=False).report
+    assert ("the model calls attention" in " ".join(str(report).split())) is is_shown
+
+
 # -- numbers of samples, and states ------------------------------------------------------------------------
 
 

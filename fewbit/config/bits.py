@@ -166,7 +166,8 @@ class SampleBits(BitConfig):
 class AdaptiveBits(BitConfig):
     """Bits are divided among layers and samples while the model trains (level L3 of ActNN).
 
-    A layer or a sample gets more bits if the rounding of its tensors adds more variance to the gradient.
+    A layer or a sample gets more bits if the rounding of its tensors adds more variance to the gradient. Batched gradients, as
+    with `is_grads_batched=True`, are not measured.
 
     Attributes:
         average: the average bits per element over all tensors, a number from 1 to 8.

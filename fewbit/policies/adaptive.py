@@ -21,7 +21,7 @@ from fewbit.policies.records import (
     rounded_mean,
     vector_sum,
 )
-from fewbit.policies.unobserved import FORGOTTEN
+from fewbit.policies.unobserved import FORGOTTEN, MEASURABLE
 from fewbit.runtime.format.distortion import BITS, relative_distortion
 from fewbit.runtime.probes.variance_probe import SPREAD, VarianceProbe
 
@@ -135,7 +135,7 @@ class AdaptivePolicy(ProbingPolicy):
         """Return {"allocation": table of each saved tensor's bits}."""
         values = attrgetter(*Allocated._fields)
         rows = (Allocated(*values(slot)) for slot in self.knowledge.slots.values())
-        empty = "no bits chosen yet: that comes after the first steps of training"
+        empty = f"no bits chosen yet: {MEASURABLE}"
         unobserved = self.unobserved_layers(model)
         return {"allocation": Allocation(rows, empty, ended, unobserved)}
 

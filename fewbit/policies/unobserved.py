@@ -11,6 +11,11 @@ from fewbit.runtime.saved.assignment import ALONE, COMPILED, REENTRANT
 
 FORGOTTEN = 8
 """The number of measurements after which a slot or layer without one is forgotten."""
+MEASURABLE = (
+    "that comes after the first steps of training, with gradients that are finite and not batched (vmap), "
+    "outside of compiled autograd"
+)
+"""The steps that probes measure, for reports."""
 REASONS = {
     COMPILED: "inside torch.compile",
     REENTRANT: "in a checkpoint with use_reentrant=True; use use_reentrant=False",

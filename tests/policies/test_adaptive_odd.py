@@ -10,6 +10,7 @@ from probed_models import MODELS, loss_of
 from regions import Regions
 from samples import normal
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from training import build, least_budget, step
@@ -87,6 +88,7 @@ def test_batched_gradients():
         rows = torch.eye(3).new_ones(2, *y.shape)
         torch.autograd.grad(y, list(model.parameters())[-1], rows, is_grads_batched=True)
     step(model, x)
+    assert "not batched (vmap)" in " ".join(str(controller.allocation).split())
     for _ in range(5):
         step(model, x)
     assert controller.allocation
@@ -139,6 +141,23 @@ def test_a_backward_pass_that_is_traced_alone(policy, way):
 
     found = TRACED[way](backward, grads)
     torch.testing.assert_close(found, torch.stack([backward(grad) for grad in grads]))
+
+
+@pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a")
+@pytest.mark.parametrize("policy", [fewbit.AdaptiveBits(3), fewbit.ErrorBound(0.1)])
+def test_compiled_autograd_is_not_measured(policy):
+    """Its graph takes no callback at the end of the backward pass."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
+    controller = fewbit.compress_(model, policy, verbose=False)
+    torch._dynamo.reset()
+    for _ in range(3):
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            step(model, X)
+    assert not (controller.allocation or controller.bounds)
+    for _ in range(3):
+        step(model, X)
+    assert controller.allocation or controller.bounds
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from fewbit.policies.error_bound.observations import ProbeResult
 from fewbit.policies.error_bound.probe import ErrorBoundProbe
 from fewbit.policies.probing import ProbingPolicy
 from fewbit.policies.records import check_layer
+from fewbit.policies.unobserved import MEASURABLE
 from fewbit.runtime.format.groups import LEAST_FEATURES
 from fewbit.runtime.saved.assignment import BitAssignment, ChannelWeights
 
@@ -76,7 +77,7 @@ class ErrorBoundPolicy(ProbingPolicy):
 
     def tables(self, model, ended: str) -> dict:
         """Return {"bounds": table, "allocation": table without rows}."""
-        empty = "no bounds found yet: that comes after the first steps of training, with gradients that are finite"
+        empty = f"no bounds found yet: {MEASURABLE}"
         unobserved = self.unobserved_layers(model)
         return {
             "allocation": Allocation(empty="bits follow from an error bound: see bounds"),

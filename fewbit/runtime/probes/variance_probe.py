@@ -158,7 +158,9 @@ class VarianceProbe:
             node.parts = node.leaving
 
     def _begins(self) -> None:
-        if self._is_open and not self._runs:
+        if torch.compiler.is_compiling():  # compiled autograd takes no callback
+            self.is_void = True
+        elif self._is_open and not self._runs:
             self._runs = True
             torch.autograd.Variable._execution_engine.queue_callback(_End(self))
 
@@ -178,6 +180,7 @@ class VarianceProbe:
             self._reached_within |= names
 
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
+        self._begins()
         node = self._nodes[number]
         results = by_edge(context, results)
         self.is_void |= any(grad is not None and grad.is_sparse for grad in grads)

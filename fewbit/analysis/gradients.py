@@ -274,7 +274,7 @@ def batches_of(batch) -> list:
             "batch: expected a tensor, a tuple or a mapping of tensors, or a list of batches, got "
             f"{type(batch).__name__}"
         )
-    batches = [dict(one) if isinstance(one, Mapping) else one for one in batch]
+    batches = [with_dict(one) for one in batch]
     if not batches:
         raise InputError("batch: expected a batch or several, got an empty list")
     sizes = [size_of(one) for one in batches]
@@ -285,6 +285,11 @@ def batches_of(batch) -> list:
             f"batch: expected batches of one size, got {', '.join(map(str, sizes))} samples"
         )
     return batches
+
+
+def with_dict(batch):
+    """Return the batch, as a dict if it is a mapping such as a tokenizer's output, in which `tensors_of` finds no tensors."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +43,8 @@ def saved_bytes(model: Callable, *inputs: Any, **kwargs: Any) -> SavedBytes:
 
     Args:
         model: A torch.nn.Module, or a callable with modules in its closure, globals or attributes.
-        *inputs: The arguments of the model. If the forward saves a slice of a larger tensor, the whole storage counts.
+        *inputs: The arguments of the model, or a mapping of keyword arguments, such as the output of a tokenizer. If the
+            forward saves a slice of a larger tensor, the whole storage counts.
         **kwargs: The keyword arguments of the model.
 
     Returns:
@@ -56,6 +57,8 @@ def saved_bytes(model: Callable, *inputs: Any, **kwargs: Any) -> SavedBytes:
         raise InputError(
             f"model: expected a torch.nn.Module or another callable, got {type(model).__name__}"
         )
+    if len(inputs) == 1 and not kwargs and _are_keywords(model, inputs[0]):
+        inputs, kwargs = (), dict(inputs[0])
     roots, compiled = _roots(model)
     modules = _named_modules(roots)
     tensors = tensors_in((inputs, kwargs))
@@ -76,6 +79,20 @@ def saved_bytes(model: Callable, *inputs: Any, **kwargs: Any) -> SavedBytes:
         entries = _entries(tokens, existing_kinds(roots, tensors), reasons)
     del output
     return SavedBytes(type_name(model), entries)
+
+
+def _are_keywords(model, batch) -> bool:
+    """Return whether a batch is a mapping of arguments that the forward of a module has, not of one argument's values."""
+    if not (isinstance(model, nn.Module) and isinstance(batch, Mapping)):
+        return False
+    signature = inspect.signature(getattr(model, "_orig_mod", model).forward)
+    if signature.parameters.keys().isdisjoint(batch):
+        return False
+    try:
+        signature.bind(**batch)
+    except TypeError:
+        return False
+    return True
 
 
 # -- The modules of a model ----------------------------------------------------------------------------------

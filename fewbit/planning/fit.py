@@ -12,7 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from fewbit.analysis.gradients import check_loss, check_model, check_optimizer, size_of, tensors_of
+from fewbit.analysis.gradients import (
+    check_loss,
+    check_model,
+    check_optimizer,
+    size_of,
+    tensors_of,
+    with_dict,
+)
 from fewbit.analysis.unchanged import unchanged
 from fewbit.checkpointing import CHECKPOINTING, uncheckpoint_
 from fewbit.config import check_verbose
@@ -131,6 +138,7 @@ def _fitted(
         raise InputError(f"error: expected a number of at least 0, got {shorten(error)}")
     if not isinstance(accumulates, bool):
         raise InputError(f"accumulates: expected True or False, got {shorten(accumulates)}")
+    sample = with_dict(sample)
     if not size_of(sample, "sample"):
         raise InputError("sample: expected at least one sample, got none")
     processes = Processes.of(parallel)

@@ -10,7 +10,14 @@ from functools import partial
 import torch
 from torch import nn
 
-from fewbit.analysis.gradients import check_loss, check_model, check_optimizer, explained, size_of
+from fewbit.analysis.gradients import (
+    check_loss,
+    check_model,
+    check_optimizer,
+    explained,
+    size_of,
+    with_dict,
+)
 from fewbit.analysis.progress import StepsProgress
 from fewbit.analysis.unchanged import unchanged
 from fewbit.checkpointing import supports_checkpoints
@@ -78,6 +85,7 @@ def fits(
     capacity = capacity_of(device)
     on_gpu = _is_gpu(device, model)
     arms = _given(settings, model)
+    batch = with_dict(batch)
     size = size_of(batch)
     length = most = None
     if sequence_dim is not None:

@@ -3,6 +3,7 @@
 import gc
 import json
 import warnings
+from collections import UserDict
 from contextlib import suppress
 from functools import partial
 
@@ -254,6 +255,18 @@ def test_keywords_and_mappings_are_inputs():
     batch = {"x": torch.randn(2, 3)}
     assert saved_bytes(lambda batch: {"y": layer(batch["x"])}, batch).by_kind() == {"input": 24}
     assert saved_bytes(layer, input=torch.randn(2, 3)).by_kind() == {"input": 24}
+    for batch in ({"input": torch.randn(2, 3)}, UserDict(input=torch.randn(2, 3))):
+        assert saved_bytes(layer, batch).by_kind() == {"input": 24}
+
+
+def test_a_mapping_is_one_argument_of_a_forward_that_lacks_a_name():
+    class Model(nn.Linear):
+        def forward(self, batch, y=None, **others):
+            return super().forward(batch["x"])
+
+    x = torch.randn(2, 3)
+    for batch in ({"x": x}, {"x": x, "y": x}):
+        assert saved_bytes(Model(3, 3), batch).by_kind() == {"input": 24}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

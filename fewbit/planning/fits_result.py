@@ -105,7 +105,7 @@ class Fit(Result):
         def part(name):
             return lambda row: amount(getattr(row, name), unit)
 
-        drops = {"optimizer": 2, "gradients": 3, "weights": 4, "transient": 5, "saved": 6}
+        drops = {"optimizer": 3, "gradients": 4, "weights": 5, "transient": 6, "saved": 7}
         # If the peak is in the optimizer's step, the settings of layers make no difference.
         droppable = {"drop": 1} if all(row.phase == "backward" for row in self.rows) else {}
         columns = [
@@ -115,7 +115,8 @@ class Fit(Result):
             Column("in", lambda row: row.phase, "word", **droppable),
         ]
         if self.device_bytes is not None:
-            columns.append(Column("fits", lambda row: "yes" if row.fits else "no", "word"))
+            # The title also says which settings fit.
+            columns.append(Column("fits", lambda row: "yes" if row.fits else "no", "word", drop=2))
             columns.append(Column("batch", lambda row: f"{row.largest_batch:,}"))
             if self.sequence is not None:
                 columns.append(Column("sequence", self._sequence))

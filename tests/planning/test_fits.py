@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import UserDict
 from copy import deepcopy
 
 import pytest
@@ -19,6 +20,7 @@ from fewbit import cli
 from fewbit.errors import InputError
 from fewbit.models.workload import workload
 from fewbit.planning.candidates import Candidate
+from fewbit.planning.fits_result import Fit, FitRow
 from fewbit.planning.largest import largest
 from fewbit.planning.storages import StorageTracker
 from fewbit.planning.timeline import LOSS, TRANSIENT, UPDATE, Mark
@@ -362,6 +364,22 @@ def test_how_the_result_is_shown(tmp_path):
     assert "<table" in found.to_html()
     bare = fits(model, batch, loss, settings=["exact"])
     assert bare.rows[0].fits is None and "takes at most" in bare.title
+
+
+def test_the_optimizer_is_shown_in_100_characters():
+    def row(setting, phase):
+        return FitRow(
+            setting, *range(2**37, 6 * 2**37, 2**37), 2**40, phase, 1, 1, True, 123, 12345
+        )
+
+    rows = row("exact", "backward"), row("4 bits", "forward"), row("checkpoint", "step")
+    text = plain(Fit("Model", "AdamW", 2**41, 8, 1024, None, rows), 100)
+    assert " optimizer " in text and text.endswith("columns left out: fits")
+
+
+def test_a_batch_may_be_a_mapping_that_is_no_dict():
+    found = fits(nn.Linear(8, 8), UserDict(input=torch.randn(4, 8)), settings=["exact"])
+    assert found == fits(nn.Linear(8, 8), {"input": torch.randn(4, 8)}, settings=["exact"])
 
 
 @pytest.mark.slow

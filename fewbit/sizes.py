@@ -9,6 +9,7 @@ from fewbit.printable import shorten
 
 MB, GB = 2**20, 2**30
 LONGEST_SIZE = 60  # characters
+_BITS = tuple(f"{prefix}{i}b" for prefix in "KMGT" for i in ("", "i"))
 UNITS = {"B": 1, "KB": 2**10, "MB": MB, "GB": GB, "TB": 2**40}
 
 
@@ -29,15 +30,21 @@ def parse_size(text: str) -> int:
     """Parse a size such as `32GB`, `11264 MB` or `24GiB`, and return bytes, rounded down. Units are powers of 1024.
 
     Raises:
-        FewbitError: The text has another form, or the size is less than one byte.
+        FewbitError: The text has another form, counts bits, as Mb does, or the size is less than one byte.
     """
     match = None
-    if len(text) <= LONGEST_SIZE:
+    if len(text) <= LONGEST_SIZE and not hint_of_bits(text):
         match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(b|[kmgt]i?b)", text.strip().lower())
     size = int(float(match[1]) * UNITS[match[2].upper().replace("I", "")]) if match else 0
     if size < 1:
         raise FewbitError(
             "expected a size such as 32GB or 11264MB (units are powers of 1024, GB as well as GiB), "
-            f"got {shorten(text)}"
+            f"got {shorten(text)}{hint_of_bits(text)}"
         )
     return size
+
+
+def hint_of_bits(text) -> str:
+    """Return the end of an error message if a text is a number of bits, such as `1 Mb`, else ""."""
+    is_bits = isinstance(text, str) and text.rstrip().endswith(_BITS)
+    return "; a small b stands for bits, a large B for bytes" if is_bits else ""

@@ -28,7 +28,7 @@ from fewbit.config.limits import (
 )
 from fewbit.errors import FewbitError, InputError
 from fewbit.printable import shorten
-from fewbit.sizes import UNITS, parse_size
+from fewbit.sizes import UNITS, hint_of_bits, parse_size
 
 CODECS = ("quant", "quant+zvc", "error-bounded", "jpeg")
 WINDOWS = ("mean", "max")
@@ -391,6 +391,6 @@ def _byte_count(size) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number <= 0:
         raise InputError(
             "budget: expected a positive whole number of bytes, or a size such as '6 GiB' (units are powers of 1024, GB as well as GiB), "
-            f"got {shorten(size)}"
+            f"got {shorten(size)}{hint_of_bits(size)}"
         )
     return number

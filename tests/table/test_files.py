@@ -113,7 +113,7 @@ def test_permissions_follow_the_umask(tmp_path):
 
 SIZES = {1: "1 B", 1023: "1023 B", 1024: "1 KB", 1536: "1.5 KB", 32 * 2**30: "32 GB", 2**50: "1024 TB"}  # fmt: skip
 SPELLINGS = {"24GiB": 24 << 30, "11264 mb": 11 << 30, ".5tb": 512 << 30, "7b": 7}
-NO_SIZES = ["", "7", "GB", "-1GB", "0GB", ".1 B", "1 XB", "1 iGB", "1e3GB", "nan", "9" * 400 + " GB", "9" * 40000 + "!"]  # fmt: skip
+NO_SIZES = ["", "7", "GB", "-1GB", "0GB", ".1 B", "1 XB", "1 Mb", "2Gib", "1 iGB", "1e3GB", "nan", "9" * 400 + " GB", "9" * 40000 + "!"]  # fmt: skip
 
 
 def test_sizes_as_text():

@@ -80,6 +80,7 @@ class FastestFit(Document):
         rows: The rows of the table.
         front: Choices for more and for less memory.
         notes: Lines about the model.
+        parameters: The number of elements of the model's parameters; None if not known.
         controller: The controller of `compress_`; None if nothing is compressed, or if the result was loaded.
     """
 
@@ -100,6 +101,7 @@ class FastestFit(Document):
     rows: tuple[FitBlocks, ...]
     front: tuple[FrontPoint, ...]
     notes: tuple[str, ...] = ()
+    parameters: int | None = None
     controller: Controller | None = field(default=None, compare=False)
 
     @property
@@ -116,7 +118,8 @@ class FastestFit(Document):
         """Apply the choice to a model, in place, and undo earlier conversions and checkpoints. Return the controller of `compress_`, or None.
 
         Raises:
-            InputError: The model has no module at the path of a block. The model stays unchanged.
+            InputError: The model has no module at the path of a block, or another number of parameters. The model stays
+                unchanged.
         """
         check_module(model)
         model = uncompiled(model)
@@ -127,6 +130,12 @@ class FastestFit(Document):
             raise InputError(
                 f"model: expected one with the blocks of {self.model}, for which the choice was made, got a "
                 f"{type(model).__name__} without {missing[0]!r}"
+            )
+        count = parameters_of(model)
+        if self.parameters not in (None, count):
+            raise InputError(
+                f"model: expected one with the {self.parameters:,} parameters of {self.model}, for which the choice was "
+                f"made, got {count:,}; call fit_ for this model"
             )
         return _applied(model, self.settings)
 
@@ -232,6 +241,11 @@ class FastestFit(Document):
         axes.set_xlabel("peak of a step, MiB")
         axes.set_ylabel("time of a step / exact")
         axes.legend()
+
+
+def parameters_of(model: nn.Module) -> int:
+    """Return the number of elements of the model's parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @whole_or_not_at_all

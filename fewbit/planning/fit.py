@@ -35,7 +35,7 @@ from fewbit.planning.choose import Choice, Part, choose, peak_of, totals
 from fewbit.planning.compiled import in_eager_mode, uncompiled
 from fewbit.planning.examination import Examination, examine, is_gpu
 from fewbit.planning.fake_steps import own_loss
-from fewbit.planning.fastest_fit import FastestFit, FrontPoint, rows_of
+from fewbit.planning.fastest_fit import FastestFit, FrontPoint, parameters_of, rows_of
 from fewbit.planning.fits import capacity_of
 from fewbit.planning.sharding import mixed_precision
 from fewbit.planning.shortage import fixed_shortage, shortage
@@ -402,4 +402,5 @@ def _result(search: Search, chosen: Chosen, model, sample, capacity) -> FastestF
         rows=rows_of(chosen.settings, search.parts[chosen.rest], chosen.options),
         front=tuple(search.front(chosen)),
         notes=tuple(notes),
+        parameters=parameters_of(model),
     )

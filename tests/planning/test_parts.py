@@ -235,7 +235,7 @@ def result(**changes):
 
 
 def test_the_result_is_saved_and_loaded(tmp_path):
-    for number, one in enumerate([result(), result(error=math.nan, limit=math.inf)]):
+    for number, one in enumerate([result(parameters=9), result(error=math.nan, limit=math.inf)]):
         path = tmp_path / f"{number}.json"
         one.save(path)
         loaded = FastestFit.load(path)
@@ -272,3 +272,6 @@ def test_a_result_applies_to_a_model_with_these_blocks_only():
     headed = result(settings=Settings(MIXED.blocks, None, "head"))
     with pytest.raises(InputError, match="a Sequential without 'head'"):
         headed.apply(model)
+    narrow = result(parameters=10)
+    with pytest.raises(InputError, match="with the 10 parameters of Net, .*, got [0-9,]+; call"):
+        narrow.apply(model)

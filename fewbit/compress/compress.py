@@ -34,7 +34,7 @@ from fewbit.config import (
 from fewbit.convert import kinds
 from fewbit.convert.conversion_report import Report
 from fewbit.convert.model_facts import facts_of
-from fewbit.convert.module_settings import ResolvedSettings, mean_bits, resolve
+from fewbit.convert.module_settings import ResolvedSettings, resolve
 from fewbit.convert.select import Filter, Selection
 from fewbit.convert.swap import Conversion, check_module, convert, restore_
 from fewbit.convert.undo import whole_or_not_at_all
@@ -286,7 +286,7 @@ def _report(conversion: Conversion, notes, model, settings, sample, before) -> R
     is_seen = sample is not None and model.training
     if settings.functional:
         own = settings.make_activation_quantizer(None)  # None if activations save codes
-        activations = settings.activation_bits if own is None else mean_bits(own)
+        activations = settings.activation_bits if own is None else own.mean_bits
         has_attention = kinds.may_call_functions(model)
         if is_seen and has_attention:
             has_attention = conversion.context.contexts[0].settings.has_attention

@@ -88,7 +88,7 @@ class ResolvedSettings:
     @property
     def bits_of_attention(self) -> float:
         """The bits per element of q, k and v, as an average."""
-        return mean_bits(self._special(self.attention_bits, EXTRA_BITS_OF_ATTENTION, None, ""))
+        return self._special(self.attention_bits, EXTRA_BITS_OF_ATTENTION, None, "").mean_bits
 
     def changed(self, change: LayerSettings) -> ResolvedSettings:
         """Return these settings with those that `change` gives, or raise InputError if they contradict each other."""
@@ -213,14 +213,6 @@ class ResolvedSettings:
             extra_bits=extra,
             recomputes_linear=self.recompute_linear,
         )
-
-
-def mean_bits(quantizer: Quantizer) -> float:
-    """Return the average bits of a layer's inputs."""
-    average, extra = quantizer.average, quantizer.extra_bits
-    found = [quantizer.bits_of(slot, average) for slot in range(len(extra))] or [average]
-    mean = sum(found) / len(found)
-    return int(mean) if mean == int(mean) else mean
 
 
 def resolve(config: BitConfig, layers: LayerSettings | Mapping | None = None) -> ResolvedSettings:

@@ -14,7 +14,7 @@ from fewbit.convert import kinds, transformers_attention, transformers_modules, 
 from fewbit.convert.conversion_report import ConvertedModule, Report, SkippedModule
 from fewbit.convert.function_mode import FunctionMode
 from fewbit.convert.module_choices import ORIGINAL, Choice, choices_for, few_bit_already
-from fewbit.convert.module_settings import ResolvedSettings, mean_bits
+from fewbit.convert.module_settings import ResolvedSettings
 from fewbit.convert.recurrent import StepwiseLSTM
 from fewbit.convert.select import Selected, Selection, settings_by_module
 from fewbit.convert.transformers_gated import GatedUnit
@@ -194,7 +194,7 @@ def _apply(choice: Choice, context: ForwardContext) -> ConvertedModule | Skipped
 
 def _row(path: str, before: str, module: nn.Module, bits: float | None) -> ConvertedModule:
     own = getattr(module, "attention_quantizer", None)
-    attention = None if own is None or mean_bits(own) == bits else mean_bits(own)
+    attention = None if own is None or own.mean_bits == bits else own.mean_bits
     after = kinds.name_of(type(module))
     frozen = kinds.saves_nothing(module)
     exact = kinds.saved_exactly(module)
@@ -250,14 +250,14 @@ def _configure(path, module, settings, context) -> float | None:
         if hasattr(type(module), "attention_quantizer"):
             name = name_of_attention(path)
             module.attention_quantizer = settings.make_attention_quantizer(context, name)
-        return mean_bits(module.quantizer)
+        return module.quantizer.mean_bits
     if kinds.is_activation(type(module)):
         is_exact = isinstance(module, TwoValued)
         module.bits, module.table = 1 if is_exact else settings.activation_bits, None
         module.quantizer = settings.make_activation_quantizer(context, path)
         if is_exact or module.quantizer is None:
             return module.bits
-        return mean_bits(module.quantizer)
+        return module.quantizer.mean_bits
     if isinstance(module, StepwiseLSTM):
         device = next(module.parameters()).device
         return settings.bits if module.runs_stepwise_on(device) else None
@@ -295,7 +295,7 @@ def _convert_attention(
     rows = []
     for path in reached:
         module = model.get_submodule(path)
-        bits = mean_bits(quantizer(path, module))
+        bits = quantizer(path, module).mean_bits
         rows.append(ConvertedModule(path, type(module).__name__, "fewbit attention", bits))
     rows += [SkippedModule(path, "attention", reason) for path, reason in left.items()]
     return rows

@@ -99,7 +99,9 @@ class _FewBit(Guarded):
         return context.run_activation(path, function, input, *arguments, bits=bits, table=table)
 
     def extra_repr(self) -> str:
-        ours = f"bits={self.bits}" if self.table is None else f"table={self.table!r}"
+        has_copy = self.quantizer is not None and not isinstance(self, TwoValued)
+        saved = repr(self.quantizer) if has_copy else f"bits={self.bits}"
+        ours = saved if self.table is None else f"table={self.table!r}"
         return ", ".join(filter(None, [super().extra_repr(), ours]))
 
 

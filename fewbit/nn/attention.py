@@ -29,6 +29,10 @@ class MultiheadAttention(Quantized, nn.MultiheadAttention):
 
     attention_quantizer: Quantizer | None = None
 
+    def extra_repr(self) -> str:
+        own = self.attention_quantizer
+        return super().extra_repr() + (f", attention_bits={own.mean_bits:g}" if own else "")
+
     def forward(
         self,
         query: Tensor,

@@ -378,6 +378,20 @@ def test_the_report_says_that_results_are_computed_again():
     assert "recompute_linear has no effect with ErrorBound" in report
 
 
+def test_a_printed_model_has_the_bits_of_the_report():
+    block = nn.TransformerEncoderLayer(32, 2, 64, activation="gelu", batch_first=True)
+    model = nn.Sequential(block, nn.Softmax(-1), nn.ReLU())
+    shown = {}
+    for row in quiet(model, bits=4).report.converted:
+        text = model.get_submodule(row.path).extra_repr()
+        if row.bits is not None:
+            assert f"bits={row.bits}" in text
+            shown[row.after] = row.bits
+        assert (row.attention is None) or f"attention_bits={row.attention}" in text
+    assert shown["fewbit.nn.LayerNorm"] == 5 and shown["fewbit.GELU"] == 6
+    assert shown["fewbit.nn.Linear"] == 4 and shown["fewbit.ReLU"] == 1
+
+
 def test_the_report_says_that_all_parameters_are_frozen():
     model, note = nn.Linear(8, 8), "no parameter of the model requires a gradient"
     assert note not in str(quiet(model, sample=torch.ones(2, 8)).report)

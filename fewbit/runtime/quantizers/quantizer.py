@@ -117,6 +117,13 @@ class Quantizer:
             return min(math.floor(self.bits + extra), MAX_BITS)
         return min(average + extra, MAX_BITS)
 
+    @property
+    def mean_bits(self) -> float:
+        """The average bits of the layer's inputs, an int if it is whole."""
+        found = [self.bits_of(slot, self.average) for slot in range(len(self.extra_bits))]
+        mean = sum(found) / len(found) if found else self.average
+        return int(mean) if mean == int(mean) else mean
+
     def kind_of(self, usual: str) -> str:
         """Return the quantizer's kind of copies, or `usual` if it has none and groups are small enough to be rotated.
 
@@ -429,7 +436,7 @@ class Quantizer:
         return QuantizedTensorSpec(bits, self.group_size, size, stride, x.dtype, kind=kind)
 
     def __repr__(self) -> str:
-        parts = [f"bits={self.bits}"]
+        parts = [f"bits={self.mean_bits:g}"]
         if self.group_size != GROUP_SIZE:
             parts.append(f"group_size={self.group_size}")
         if self.kind is not None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import Proxy, Tracer
 
 from fewbit.config import DEFAULT_BITS, GROUP_SIZE
+from fewbit.errors import InputError
 from fewbit.runtime.interop.bypass import bypass, run_outside
 from fewbit.runtime.quantizers.quantizer import Quantizer
 
@@ -33,6 +34,12 @@ class Guarded:
         cls.__signature__ = _signature_of(cls)
         if "forward" in vars(cls) or not hasattr(cls.forward, "is_guarded"):
             cls.forward = _guarded(cls.forward, f"{cls.__qualname__}.forward")
+
+    def __prepare_scriptable__(self):
+        raise InputError(
+            f"torch.jit.script: expected torch's layers, got fewbit's {type(self).__name__}; call fewbit.restore_ first, "
+            "which undoes compress_"
+        )
 
 
 class Quantized(Guarded):

@@ -378,6 +378,19 @@ def test_the_report_says_that_results_are_computed_again():
     assert "recompute_linear has no effect with ErrorBound" in report
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated", "ignore:`torch.jit.script_method`"
+)
+def test_a_converted_model_is_not_scripted():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    quiet(model)
+    for layer in (model, model[0], model[1]):
+        with pytest.raises(InputError, match="torch.jit.script: expected .* call fewbit.restore_"):
+            torch.jit.script(layer)
+    fewbit.restore_(model)
+    torch.jit.script(model)
+
+
 def test_a_printed_model_has_the_bits_of_the_report():
     block = nn.TransformerEncoderLayer(32, 2, 64, activation="gelu", batch_first=True)
     model = nn.Sequential(block, nn.Softmax(-1), nn.ReLU())

@@ -358,13 +358,10 @@ class _SyncBatchNorm(SavingFunction):
         # If only the bias needs a gradient, only the input's shape matters.
         x = grad.new_zeros(()).expand(ctx.size)
         if kept.copy("x") is not None:
-            x = _in_torch_format(kept.values("x", ctx.dtype))
+            x = kept.values("x", ctx.dtype)
+            # torch's layer, too, makes inputs contiguous that are not channels-last.
+            x = x if layout.is_channels_last(x) else x.contiguous()
         scale = _as_normalized(kept.tensor("weight"), kept.tensor("rstd"))
         context.saved_tensors = x, *scale, kept.tensor("count")
         context.process_group, context.needs_input_grad = ctx.process_group, ctx.needs_input_grad
         return TorchSyncBatchNorm.backward(context, grad)
-
-
-def _in_torch_format(x):
-    """Return x if it is channels-last, else x in contiguous memory, as torch's layer does."""
-    return x if layout.is_channels_last(x) else x.contiguous()

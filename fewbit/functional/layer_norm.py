@@ -265,8 +265,7 @@ class _LayerNorm(SavingFunction):
     @staticmethod
     def gradient_errors(ctx, kept, grad, results, errors):
         """Return the errors in docs/concepts/theory/ac_gc.md, section 6."""
-        of_norm = kept.tensor("weight"), len(ctx.shape), 2
-        return gradient_errors.of_rows(ctx, kept, grad, errors, *of_norm)
+        return gradient_errors.of_norm(ctx, kept, grad, errors, kept.tensor("weight"))
 
 
 def _fused_rms_norm(x, shape, weight, eps):
@@ -329,7 +328,7 @@ class RMSNormFunction(SavingFunction):
         scale = kept.tensor("weight")
         if ctx.offset and scale is not None:
             scale = ctx.offset + scale.float()
-        return gradient_errors.of_rows(ctx, kept, grad, errors, scale, len(ctx.shape), 2)
+        return gradient_errors.of_norm(ctx, kept, grad, errors, scale)
 
 
 class _GroupNorm(SavingFunction):
@@ -347,7 +346,9 @@ class _GroupNorm(SavingFunction):
         needs_x, _, needs_weight, *_ = ctx.needs_input_grad
         if not (needs_x or needs_weight):
             return y
-        ctx.by_group = x.is_contiguous() and is_plain(x) and not _has_policy(quantizer)
+        # A policy may choose a codec of images, which needs the input in its own shape.
+        has_policy = quantizer.context is not None and quantizer.context.policy is not None
+        ctx.by_group = x.is_contiguous() and is_plain(x) and not has_policy
         rows = x.view(n, num_groups, -1) if ctx.by_group else x
         ctx.inner = math.prod(rows.shape[2:]) if x.is_contiguous() else None
         if ctx.by_group:
@@ -391,22 +392,8 @@ class _GroupNorm(SavingFunction):
 
     @staticmethod
     def gradient_errors(ctx, kept, grad, results, errors):
-        rstd, weight = kept.tensor("rstd"), kept.tensor("weight")
-        samples, _, _, groups = ctx.sizes
-        numbers = gradient_errors.by_rows(grad, errors)
-        found = [gradient_errors.ErrorOfGradient(2, (numbers,), gradient_errors.weight_cost)]
-        if ctx.needs_input_grad[0]:
-            x = kept.values("x")
-            g = gradient_errors.product(grad, per_channel(weight, grad.dim()), x)
-            x, g = (tensor.reshape(samples, groups, -1) for tensor in (x, g))
-            rstd = rstd.view(samples, groups, 1)
-            found.append(gradient_errors.of_norm_input(x, g, rstd, (2,)))
-        return found
-
-
-def _has_policy(quantizer) -> bool:
-    """Return whether a policy may choose a codec of images, which needs the input in its own shape."""
-    return quantizer.context is not None and quantizer.context.policy is not None
+        weight = per_channel(kept.tensor("weight"), grad.dim())
+        return gradient_errors.of_norm(ctx, kept, grad, errors, weight)
 
 
 def _placed(ctx, statistic, dims):

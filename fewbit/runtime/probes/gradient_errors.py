@@ -104,12 +104,13 @@ def mean_scale2(found) -> float:
     return sum(found[0]) / len(found[0]) if found else 1.0
 
 
-def of_rows(context, kept, grad, errors, weight, dims: int, place: int) -> list[ErrorOfGradient]:
-    """Return the errors of a norm over the last `dims` dimensions, whose weight is input number `place`."""
-    found = [ErrorOfGradient(place, (by_rows(grad, errors),), weight_cost)]
+def of_norm(context, kept, grad, errors, weight) -> list[ErrorOfGradient]:
+    """Return the errors of a layer, RMS or group norm, whose weight is input number 2 and broadcasts to `grad`."""
+    found = [ErrorOfGradient(2, (by_rows(grad, errors),), weight_cost)]
     if context.needs_input_grad[0]:
-        x, rstd = kept.values("x"), kept.tensor("rstd")
-        found.append(of_norm_input(x, product(grad, weight, x), rstd, tuple(range(-dims, 0))))
+        x, rstd = kept.values("x"), kept.tensor("rstd").reshape(-1, 1)
+        x, g = (each.reshape(len(rstd), -1) for each in (x, product(grad, weight, x)))
+        found.append(of_norm_input(x, g, rstd, (1,)))
     return found
 
 

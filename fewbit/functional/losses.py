@@ -58,17 +58,11 @@ def cross_entropy(
     quantizer = quantizer_of(bits, group_size, quantizer)
     if size_average is not None or reduce is not None:
         reduction = torch_functional._Reduction.legacy_get_string(size_average, reduce)
+    options = {"ignore_index": ignore_index, "reduction": reduction}
+    options["label_smoothing"] = label_smoothing
     has_indices = not (target.is_floating_point() or target.requires_grad)
     if not has_indices or _needs_gradient(weight) or not is_differentiated(input):
-        return torch_functional.cross_entropy(
-            input,
-            target,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-        )
-    options = ignore_index, reduction, label_smoothing
+        return torch_functional.cross_entropy(input, target, weight, **options)
     return _CrossEntropy.apply(input, target, weight, options, quantizer)
 
 
@@ -193,15 +187,8 @@ def _weights_of(index, weight, ignore_index):
 class _CrossEntropy(SavingFunction):
     @staticmethod
     def forward(ctx, x, target, weight, options, quantizer):
-        ignore_index, reduction, smoothing = ctx.options = options
-        loss = torch_functional.cross_entropy(
-            x,
-            target,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=smoothing,
-        )
+        ctx.options = options
+        loss = torch_functional.cross_entropy(x, target, weight, **options)
         ctx.dim = min(1, x.dim() - 1)
         # In autocast on a CPU, softmax would round to 16 bits, which rounds probabilities near 1 to 1.
         probabilities = torch_functional.softmax(x, ctx.dim, dtype=loss.dtype)
@@ -218,7 +205,7 @@ class _CrossEntropy(SavingFunction):
         kept = copies.Kept(ctx)
         result, target = kept.values("probabilities", grad.dtype), kept.tensor("target")
         weight = kept.tensor("weight")
-        ignore_index, reduction, smoothing = ctx.options
+        ignore_index, reduction, smoothing = ctx.options.values()
         dim, classes = ctx.dim, result.shape[ctx.dim]
         of_targets = _weights_of(target, weight, ignore_index).to(grad.dtype)
         if reduction == "mean":

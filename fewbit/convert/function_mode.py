@@ -58,11 +58,6 @@ _EXACT = (
 )
 
 
-def _torch_dropout(input, p, train):
-    """Compute torch.dropout, whose last argument is `train`, not `training`."""
-    return F.dropout(input, p, train)
-
-
 def _torch_softmax(input, dim, dtype=None, *, quantizer):
     """Compute torch.softmax, whose third argument is `dtype`, not `_stacklevel`."""
     return F.softmax(input, dim, dtype=dtype, quantizer=quantizer)
@@ -80,6 +75,7 @@ def _clamp_max(input, max):
 _torch_softmax.__name__, _torch_log_softmax.__name__ = "softmax", "log_softmax"
 
 _OTHER_NAMES = {
+    "dropout": (torch.dropout,),
     "relu": (torch.relu, torch.Tensor.relu),
     "sigmoid": (torch.sigmoid, torch.Tensor.sigmoid),
     "tanh": (torch.tanh, torch.Tensor.tanh),
@@ -132,7 +128,6 @@ def _table() -> dict:
         "exact": _EXACT.split(),
     }
     table = {
-        torch.dropout: (_torch_dropout, "exact"),
         torch.softmax: (_torch_softmax, "quantized"),
         torch.Tensor.softmax: (_torch_softmax, "quantized"),
         torch.log_softmax: (_torch_log_softmax, "quantized"),
@@ -149,7 +144,7 @@ def _table() -> dict:
     return table
 
 
-_NAMES = {"mat2": "other", "x": "input"}
+_NAMES = {"mat2": "other", "train": "training", "x": "input"}
 """{name of an argument in some functions of torch: its name in fewbit's function}."""
 _EXPOSING = {
     torch.Tensor.data.__get__,

@@ -91,17 +91,18 @@ class DeferredQuantizer(Quantizer):
             copies = None if saving.is_region else saving.shared
             if copies is not None and copies.get_mask(x) is not None:
                 kind = MASKED
-        return self._save_exactly(x.detach(), False, kind, features, slot, extra_bits)
+        how = {"slot": slot, "features": features, "extra_bits": extra_bits}
+        return self._save_exactly(x.detach(), False, kind, how)
 
     def quantize_normalized(
         self, x, statistics: Statistics, features: tuple[int, ...] | None = None
     ) -> SavedTensors:
-        return self._save_exactly(statistics.normalized(x), True, self.kind_of(ROTATED), features)
+        values, how = statistics.normalized(x), {"features": features}
+        return self._save_exactly(values, True, self.kind_of(ROTATED), how)
 
-    def _save_exactly(self, x, is_normalized, kind, features, slot=0, extra_bits=0) -> SavedTensors:
+    def _save_exactly(self, x, is_normalized, kind, how) -> SavedTensors:
         context, number = self.noise.number_saved()
-        place = tuple(x.shape), x.dtype, features, slot, extra_bits
-        spec = _Deferred(self, context, is_normalized, kind, *place)
+        spec = _Deferred(self, context, is_normalized, kind, how, tuple(x.shape), x.dtype)
         return SavedTensors((x, torch.tensor(number)), spec)
 
 
@@ -112,11 +113,9 @@ class _Deferred(NamedTuple):
     context: str
     is_normalized: bool
     kind: str
+    how: dict
     size: tuple[int, ...]
     dtype: torch.dtype
-    features: tuple[int, ...] | None = None
-    slot: int = 0
-    extra_bits: int = 0
 
     count = 2
 
@@ -131,10 +130,9 @@ class _Deferred(NamedTuple):
         quantizer = _Seeded(self.quantizer, seed, self.kind)
         if self.is_normalized:
             one = torch.ones((), device=x.device)
-            saved = quantizer.quantize_normalized(x, Statistics(None, one, None), self.features)
+            saved = quantizer.quantize_normalized(x, Statistics(None, one, None), **self.how)
         else:
-            how = {"slot": self.slot, "features": self.features, "extra_bits": self.extra_bits}
-            saved = quantizer.quantize(x, **how)
+            saved = quantizer.quantize(x, **self.how)
         values = saved.spec.dequantize(saved.tensors, self.dtype)
         # The mask of a masked copy says where x is 0.
         return values.mul_(x != 0) if self.kind == MASKED else values

@@ -50,7 +50,9 @@ class Measured:
             _seed_generators(devices, self.seed + number)
             with torch.enable_grad():
                 value = self.value(batch)
-            _check_value(value)
+            check_graph(value)
+            if not torch.isfinite(value).all():
+                raise InputError(f"loss: expected a finite value, got {value.item()}")
             yield value
 
     def value(self, batch) -> torch.Tensor:
@@ -245,12 +247,6 @@ def check_graph(value) -> None:
         raise InputError(
             f"loss: expected a scalar tensor with a graph, got {how} of shape {tuple(value.shape)}"
         )
-
-
-def _check_value(value) -> None:
-    check_graph(value)
-    if not torch.isfinite(value).all():
-        raise InputError(f"loss: expected a finite value, got {value.item()}")
 
 
 def check_count(name: str, value, least: int, even: bool = False) -> None:

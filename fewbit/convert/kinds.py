@@ -218,7 +218,8 @@ def replaced(module: nn.Module) -> str | None:
             code = getattr(function, "__code__", None)
             if code is None and (not callable(function) or isinstance(function, _NO_METHODS)):
                 continue
-            if code is None or not _is_of(code, sys.modules.get(definer.__module__)):
+            file = getattr(sys.modules.get(definer.__module__), "__file__", None)
+            if code is None or file not in (None, code.co_filename):
                 return f"{definer.__name__}.{name} was replaced, so the class does not say what it computes"
             for called in code.co_names:
                 if not _is_torchs(called):
@@ -245,12 +246,6 @@ def _is_torchs(name: str) -> bool:
         return True
     code = getattr(function, "__code__", None)
     return code is not None and code.co_filename.startswith(torch.__path__[0])
-
-
-def _is_of(code, module) -> bool:
-    """Return whether a code object comes from the file of a Python module, if that has one."""
-    file = getattr(module, "__file__", None)
-    return file is None or code.co_filename == file
 
 
 def saves_nothing(module: nn.Module) -> bool:

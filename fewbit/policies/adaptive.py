@@ -178,11 +178,6 @@ class AdaptivePolicy(ProbingPolicy):
         allocated(found)  # raises for numbers that no measurement gives
         return found
 
-    def check_result(self, result: dict[tuple[str, int], SlotVariance]) -> None:
-        """See `ProbingPolicy.check_result`."""
-        for layer, _ in result:
-            check_layer(layer, self._layers)
-
 
 def allocated(knowledge: VarianceKnowledge) -> dict[tuple[str, int], float]:
     """Return {slot: average bits} of the slots whose bits the policy chooses, from ActNN's problem (10).

@@ -160,7 +160,9 @@ class ProbingPolicy(BitPolicy):
         raise NotImplementedError
 
     def check_result(self, result) -> None:
-        """Raise InputError if a state's result is from another model."""
+        """Raise InputError if a state's result, {slot's name: measurement}, is from another model."""
+        for layer, _ in result:
+            check_layer(layer, self._layers)
 
     # -- In a forward pass ---------------------------------------------------------------------------------------
 

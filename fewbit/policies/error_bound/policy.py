@@ -189,8 +189,7 @@ class ErrorBoundPolicy(ProbingPolicy):
 
     def check_result(self, result: ProbeResult) -> None:
         """See `ProbingPolicy.check_result`."""
-        for layer, _ in result.slots:
-            check_layer(layer, self._layers)
+        super().check_result(result.slots)
 
     def fit(self, knowledge: BoundKnowledge, settings: Mapping) -> BoundKnowledge:
         """See `ProbingPolicy.fit`.

@@ -140,7 +140,8 @@ def sampling_of(exact: Measured, batch, batches: list, chunks: int) -> tuple[np.
     if not is_one:
         return np.array(found), f"{len(batches)} batches of {size}"
     text = f"{chunks} chunks of one batch of {size}"
-    if has_batch_norm(exact.model):
+    norms = nn.modules.batchnorm._BatchNorm
+    if any(isinstance(module, norms) and module.training for module in exact.model.modules()):
         text += " (too much, as chunks have batch norm statistics of their own: give batches)"
     return np.array(found) / chunks, text
 
@@ -179,12 +180,6 @@ def check_model(model) -> None:
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError("model: expected parameters that require grad, got none")
-
-
-def has_batch_norm(model) -> bool:
-    """Return whether batch norms are in training mode."""
-    norms = nn.modules.batchnorm._BatchNorm
-    return any(isinstance(module, norms) and module.training for module in model.modules())
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -127,13 +127,15 @@ def measure(
 
     from fewbit.analysis.meter import saved_bytes
 
-    size = _check_size(name, size)
-
+    is_text = models.family(name).is_text
+    if size is None:
+        size = SEQUENCE_LENGTH if is_text else IMAGE_SIZE
+    size = models.check_size(name, size)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
         model = models.build(name, activation)
         if not dropout:
             freeze_dropout(model)
-        if models.family(name).is_text:
+        if is_text:
             inputs = torch.zeros((batch, size), dtype=torch.int64)
         else:
             inputs = torch.empty((batch, 3, size, size))
@@ -155,11 +157,6 @@ def measure(
         nonlinear_bytes=_nonlinear(model, saved),
         activation_inputs=tuple(elements),
     )
-
-
-def _check_size(name, size):
-    default = SEQUENCE_LENGTH if models.family(name).is_text else IMAGE_SIZE
-    return models.check_size(name, default if size is None else size)
 
 
 def freeze_dropout(model):

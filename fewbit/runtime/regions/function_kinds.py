@@ -26,7 +26,7 @@ _SORTED = {"bucketize": (1, "boundaries"), "searchsorted": (0, "sorted_sequence"
 _RESIZED = frozenset("unique unique_consecutive nonzero argwhere".split())
 """Functions whose results have a size that depends on values. All their results are recorded, also the floating ones."""
 _NEUTRAL = frozenset("broadcast_tensors meshgrid randint".split())
-_DRAWS = frozenset("poisson binomial _standard_gamma _sample_dirichlet".split())
+DRAWS = frozenset("poisson binomial _standard_gamma _sample_dirichlet".split())
 """Functions that return random floating tensors, and draw as many numbers as their input determines."""
 _NO_WRITES = frozenset("requires_grad_ detach_ rename_ share_memory_".split())
 _IN_PLACE = frozenset(
@@ -146,7 +146,7 @@ def assigned(function, args) -> torch.Tensor | None:
 def is_all_decided(function, args, kwargs) -> bool:
     """Return whether all tensors that a call returns are decisions, also the floating ones."""
     name = name_of(function)
-    return name in _RESIZED or name in _DRAWS or _is_coin(function, args, kwargs)
+    return name in _RESIZED or name in DRAWS or _is_coin(function, args, kwargs)
 
 
 def _is_coin(function, args, kwargs) -> bool:
@@ -155,11 +155,6 @@ def _is_coin(function, args, kwargs) -> bool:
     if name == "bernoulli":
         return len(args) < 2 and "p" not in kwargs
     return name == "bernoulli_" and isinstance(_argument(args, kwargs, 1, "p"), torch.Tensor)
-
-
-def draws_by_value(function) -> bool:
-    """Return whether a function's input determines how many random numbers it draws on a CPU."""
-    return name_of(function) in _DRAWS
 
 
 def may_differ_in_size(function) -> bool:

@@ -150,10 +150,8 @@ class FirstRun(_RegionMode):
             self._tensors += [_packed(value, count) for value in values]
         self.count += len(values)
         on_cpu = self._preserves and values[0].device.type == "cpu"
-        state = (
-            torch.get_rng_state() if on_cpu and function_kinds.draws_by_value(function) else None
-        )
-        self._add(function, state, len(values))
+        draws = on_cpu and function_kinds.name_of(function) in function_kinds.DRAWS
+        self._add(function, torch.get_rng_state() if draws else None, len(values))
         return values
 
     def _add(self, function, value, count: int) -> None:

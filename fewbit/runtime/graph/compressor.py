@@ -217,7 +217,8 @@ class GraphCompressor:
         name = f"{path}:{argument.node.name()}.{argument.name}"
         copy = shared or _copied(x, rule, settings, name, context)
         if copy is not None:
-            _hold(argument, copy.tensors, _restoring(copy, rule.is_exact))
+            restore = partial(packs.dequantized, copy)
+            _hold(argument, copy.tensors, _checked(restore, rule.is_exact))
 
     def _close(self, pack: Pack, context) -> None:
         members = pack.members(self._local.exact)
@@ -273,16 +274,6 @@ def _is_factor(argument: SavedArgument, rule: Rule | None) -> bool:
         return False
     is_constant = not (argument.needs_grad or argument.is_computed)
     return is_constant and not ends_at_leaves(argument.node)
-
-
-def _restoring(copy: SavedTensors, is_exact: bool) -> Callable:
-    tensors, spec, *_ = copy
-
-    def restore():
-        hold_for_stream(tensors)
-        return spec.dequantize(tensors)
-
-    return _checked(restore, is_exact)
 
 
 def _checked(restore: Callable[[], torch.Tensor], is_exact: bool) -> Callable:

@@ -85,8 +85,7 @@ class PackedCopy:
     def member(self, start: int, end: int, order: tuple[int, ...] | None) -> torch.Tensor:
         values = self._values
         if values is None:
-            hold_for_stream(self._copy.tensors)
-            values = self._values = self._copy.spec.dequantize(self._copy.tensors)
+            values = self._values = dequantized(self._copy)
             self._left = self._count
         self._left -= 1
         if self._left <= 0:
@@ -94,6 +93,12 @@ class PackedCopy:
         hold_for_stream((values,))
         rows = values[start:end]
         return rows if order is None else rows.permute(order)
+
+
+def dequantized(copy: SavedTensors) -> torch.Tensor:
+    """Return the values of a copy in the stream of the backward pass."""
+    hold_for_stream(copy.tensors)
+    return copy.spec.dequantize(copy.tensors)
 
 
 def key_of(x: torch.Tensor, rule: Rule, settings: int) -> tuple:

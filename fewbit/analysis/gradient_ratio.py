@@ -158,7 +158,11 @@ def gradient_ratio(
     batches = [tree_map(alone, one) for one in batches_of(batch)]
     with unchanged(dict(model.named_modules()), tensors_of(batches)):
         exact, measured = (Measured(copied(model), loss, seed) for _ in range(2))
-        context = _context_of(measured.model)
+        context = next(iter(contexts_of(measured.model)), None)
+        if context is None:
+            raise InputError(
+                "expected a model that compress_ has converted, got one that it has not"
+            )
         restore_(exact.model)
         found = []  # for each batch: |g|^2, then |g^|^2 and |g^ - g|^2 of each draw, by module
         with measuring(), explained(batch):
@@ -208,9 +212,3 @@ def _of_batch(
         between = difference(drawn, true)
         errors.append(measured.inner(between, between))
     return exact.inner(true, true), np.array(squares), np.array(errors)
-
-
-def _context_of(model: nn.Module) -> ForwardContext:
-    for context in contexts_of(model):
-        return context
-    raise InputError("expected a model that compress_ has converted, got one that it has not")

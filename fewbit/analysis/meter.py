@@ -60,7 +60,9 @@ def saved_bytes(model: Callable, *inputs: Any, **kwargs: Any) -> SavedBytes:
     if len(inputs) == 1 and not kwargs and _are_keywords(model, inputs[0]):
         inputs, kwargs = (), dict(inputs[0])
     roots, compiled = _roots(model)
-    modules = _named_modules(roots)
+    modules, memo = {}, set()  # {first path: module}, with all modules inside of the roots
+    for prefix, root in roots.items():
+        modules |= dict(root.named_modules(memo, prefix))
     tensors = tensors_in((inputs, kwargs))
     recorder = Recorder(Place("", type_name(model), is_fewbit(model)))
     with ExitStack() as stack:
@@ -130,15 +132,6 @@ def _attributes(instance) -> dict[str, nn.Module]:
 
 def _only_modules(names) -> dict[str, nn.Module]:
     return {name: value for name, value in names.items() if isinstance(value, nn.Module)}
-
-
-def _named_modules(roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return {first path: module}, with all modules inside of these."""
-    memo: set[nn.Module] = set()
-    found = {}
-    for prefix, root in roots.items():
-        found |= dict(root.named_modules(memo, prefix))
-    return found
 
 
 # -- Counting ------------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ def traced(x: Tensor, find: Callable) -> SavedTensors | None:
         return None
     if not walk.steps:  # x itself is the result of a linear layer
         return walk.sources[value]
-    # The graph does not know of changes in place without gradients.
-    if x._version and not walk.is_view:
+    # The graph does not know of changes in place without gradients. Views have the version of a linear layer's result.
+    if x._version and not all(name in _VIEWS for name, *_ in walk.steps):
         return None
     return computed_from(partial(_run, walk.steps), walk.sources, x.dtype)
 
@@ -48,11 +48,6 @@ class _Walk:
         self._find = find
         self._numbers, self._visits = {}, 0
         self.sources, self.layers, self.steps = [], 0, []
-
-    @property
-    def is_view(self) -> bool:
-        """True if all steps are views, so that the result has the version of a linear layer's result."""
-        return all(name in _VIEWS for name, *_ in self.steps)
 
     def visit(self, node) -> int | None:
         if node not in self._numbers:

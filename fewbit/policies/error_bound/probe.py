@@ -28,6 +28,7 @@ from fewbit.policies.error_bound.shares import (
     monitored_norms,
     shares_by_slot,
 )
+from fewbit.policies.records import merge_by_key
 from fewbit.runtime.format.distortion import distortion
 from fewbit.runtime.probes import gradient_errors
 from fewbit.runtime.probes.gradient_errors import Cost, ErrorOfGradient
@@ -209,16 +210,12 @@ class ErrorBoundProbe(VarianceProbe):
         )
 
     def _activation_norms(self, host) -> dict[str, ActivationNorms]:
-        sums = {}
-        for number, (of_input, of_result) in self._passes.items():
-            name, *function = self._calls[number]
-            function, v2, grad2 = sums.get(name, (function, 0.0, 0.0))
-            squares = squared(host, of_input), squared(host, of_result)
-            sums[name] = function, v2 + squares[0], grad2 + squares[1]
-        return {
-            name: ActivationNorms(name, function, tuple(parameters), v2, grad2)
-            for name, ((function, parameters), v2, grad2) in sums.items()
-        }
+        found = []
+        for number, sizes in self._passes.items():
+            name, function, parameters = self._calls[number]
+            squares = (squared(host, size) for size in sizes)
+            found.append({name: ActivationNorms(name, function, tuple(parameters), *squares)})
+        return merge_by_key(found)
 
 
 def _exact_values(spec, _) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from fewbit.printable import shorten
 
 MB, GB = 2**20, 2**30
 LONGEST_SIZE = 60  # characters
-_BITS = tuple(f"{prefix}{i}b" for prefix in "KMGT" for i in ("", "i"))
+_BITS = re.compile(r"\s*[\d.]+\s*[KMGT]i?b\s*")
 UNITS = {"B": 1, "KB": 2**10, "MB": MB, "GB": GB, "TB": 2**40}
 
 
@@ -27,7 +27,7 @@ def format_size(count: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Parse a size such as `32GB`, `11264 MB` or `24GiB`, and return bytes, rounded down. Units are powers of 1024.
+    """Parse a size such as `32GB`, `11264 mb` or `24GiB`, and return bytes, rounded down. Units are powers of 1024.
 
     Raises:
         FewbitError: The text has another form, counts bits, as Mb does, or the size is less than one byte.
@@ -46,5 +46,7 @@ def parse_size(text: str) -> int:
 
 def hint_of_bits(text) -> str:
     """Return the end of an error message if a text is a number of bits, such as `1 Mb`, else ""."""
-    is_bits = isinstance(text, str) and text.rstrip().endswith(_BITS)
-    return "; a small b stands for bits, a large B for bytes" if is_bits else ""
+    if not (isinstance(text, str) and _BITS.fullmatch(text)):
+        return ""
+    unit = text.rstrip()[:-1].lstrip(" \t.0123456789")
+    return f"; {unit}b counts bits, write {unit}B for bytes"

@@ -43,8 +43,9 @@ def saved_bytes(model: Callable, *inputs: Any, **kwargs: Any) -> SavedBytes:
 
     Args:
         model: A torch.nn.Module, or a callable with modules in its closure, globals or attributes.
-        *inputs: The arguments of the model, or a mapping of keyword arguments, such as the output of a tokenizer. If the
-            forward saves a slice of a larger tensor, the whole storage counts.
+        *inputs: The arguments of the model. A mapping alone, such as the output of a tokenizer, gives keyword arguments
+            if its keys are names of arguments of a module's forward. If the forward saves a slice of a larger tensor,
+            the whole storage counts.
         **kwargs: The keyword arguments of the model.
 
     Returns:
@@ -59,6 +60,11 @@ def saved_bytes(model: Callable, *inputs: Any, **kwargs: Any) -> SavedBytes:
         )
     if len(inputs) == 1 and not kwargs and _are_keywords(model, inputs[0]):
         inputs, kwargs = (), dict(inputs[0])
+    return saved_in_call(model, inputs, kwargs)
+
+
+def saved_in_call(model: Callable, inputs, kwargs) -> SavedBytes:
+    """Do what `saved_bytes` does, with exactly these arguments."""
     roots, compiled = _roots(model)
     modules, memo = {}, set()  # {first path: module}, with all modules inside of the roots
     for prefix, root in roots.items():
@@ -87,14 +93,14 @@ def _are_keywords(model, batch) -> bool:
     """Return whether a batch is a mapping of arguments that the forward of a module has, not of one argument's values."""
     if not (isinstance(model, nn.Module) and isinstance(batch, Mapping)):
         return False
-    signature = inspect.signature(getattr(model, "_orig_mod", model).forward)
-    if signature.parameters.keys().isdisjoint(batch):
-        return False
     try:
+        signature = inspect.signature(getattr(model, "_orig_mod", model).forward)
         signature.bind(**batch)
-    except TypeError:
+    except (TypeError, ValueError):  # a function written in C may have no signature
         return False
-    return True
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    is_open = kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return is_open or not signature.parameters.keys().isdisjoint(batch)
 
 
 # -- The modules of a model ----------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class Recorder:
             for handle in handles:
                 handle.remove()
 
-    def _call(self, place, compiled, *args, **kwargs):
+    def _call(self, place, compiled, /, *args, **kwargs):
         self.enter(place)
         try:
             return compiled(*args, **kwargs)

@@ -287,9 +287,8 @@ def _report(conversion: Conversion, notes, model, settings, sample, before) -> R
     if settings.functional:
         own = settings.make_activation_quantizer(None)  # None if activations save codes
         activations = settings.activation_bits if own is None else own.mean_bits
-        has_attention = kinds.may_call_functions(model)
-        if is_seen and has_attention:
-            has_attention = conversion.context.contexts[0].settings.has_attention
+        called = conversion.context.contexts[0].settings
+        has_attention = called.has_attention if is_seen else kinds.may_call_attention(model)
         attention = settings.bits_of_attention if has_attention else None
         changes["functions"] = settings.bits, attention, activations
     report = conversion.report

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from fewbit.analysis.gradients import shapes_of
-from fewbit.analysis.meter import saved_bytes
+from fewbit.analysis.meter import saved_in_call
 from fewbit.analysis.saved_bytes import SavedBytes
 from fewbit.analysis.unchanged import alone
 from fewbit.convert.swap import name_before
@@ -35,7 +35,7 @@ def saved_for(model: nn.Module, sample) -> SavedBytes:
     inputs = (sample,) if isinstance(sample, torch.Tensor) else sample
     named = inputs if isinstance(inputs, Mapping) else {}
     inputs = () if named else inputs
-    return saved_bytes(model, *inputs, **named)
+    return saved_in_call(model, inputs, named)
 
 
 def try_sample(model: nn.Module, sample) -> None:

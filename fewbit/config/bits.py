@@ -220,6 +220,8 @@ class Budget(BitConfig):
 class ErrorBound(BitConfig):
     """Bits follow from a bound on the error that each saved tensor may cause in gradients (AC-GC; docs/guides/error_bound.md).
 
+    Batched gradients, as with `is_grads_batched=True`, are not measured.
+
     Attributes:
         e2: the largest allowed squared error of a gradient, divided by the gradient's squared norm; a finite number
             above 0.

@@ -81,7 +81,7 @@ class Report(Result):
         saved: Two dicts, before and after the conversion: {class of modules: bytes that they save for the backward pass}.
             None if `compress_` got no `sample`.
         functions: For functions that a forward pass calls, the bits per element of quantized inputs, of q, k and v of
-            attention (None if the forward pass calls no attention), and of activations. None if functions are not compressed.
+            attention (None if no call of attention was seen or is likely), and of activations. None if functions are not compressed.
         notes: Lines about the model as a whole.
     """
 

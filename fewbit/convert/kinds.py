@@ -272,8 +272,8 @@ def name_of(cls: type) -> str:
     return f"fewbit.nn.{cls.__name__}" if hasattr(few, cls.__name__) else "fewbit's"
 
 
-def may_call_functions(model: nn.Module) -> bool:
-    """Return whether the model has a module of another class than those of torch.nn and fewbit, which call no attention."""
+def may_call_attention(model: nn.Module) -> bool:
+    """Return whether a forward pass may call a function of attention: some module is of no class of torch.nn or fewbit."""
     return not all(_is_torch_or_fewbit(module) for module in model.modules())
 
 

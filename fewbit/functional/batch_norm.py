@@ -218,9 +218,8 @@ class _BatchNormFunction(SavingFunction):
         rstd, weight, (spec, _) = kept.tensor("rstd"), kept.tensor("weight"), kept.copy("x")
         dims = [dim for dim in range(grad.dim()) if dim != 1]
         samples, channels, *_ = spec.size
-        is_whole = (
-            ctx.view == spec.size
-        )  # not whole: an instance norm, whose weight is repeated for each sample
+        # An instance norm repeats the weight for each sample.
+        is_whole = ctx.view == spec.size
         numbers = gradient_errors.by_rows(
             grad.reshape(spec.size), errors, channels if is_whole else 1
         )

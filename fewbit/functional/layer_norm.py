@@ -287,13 +287,18 @@ def _is_fused(grad, weight) -> bool:
 
 
 class RMSNormFunction(SavingFunction):
-    """RMS norm with the weight plus `offset`, computed by torch, or by `form`, a function as `Form.forward` of transformers' norms."""
+    """RMS norm with the weight plus `offset`, computed by torch, or by `compute`, a function such as `Form.forward` of transformers' norms."""
 
     @staticmethod
-    def forward(ctx, x, shape, weight, eps, form, offset, number_of_copies, quantizer):
+    def forward(ctx, x, shape, weight, eps, compute, offset, number_of_copies, quantizer):
         scale = offset + weight.float() if offset else weight
-        y, rstd = form(x, scale, eps) if form else _fused_rms_norm(x, shape, weight, eps)
-        ctx.shape, ctx.dims, ctx.offset, ctx.is_torchs = shape, _last(shape), offset, form is None
+        y, rstd = compute(x, scale, eps) if compute else _fused_rms_norm(x, shape, weight, eps)
+        ctx.shape, ctx.dims, ctx.offset, ctx.is_torchs = (
+            shape,
+            _last(shape),
+            offset,
+            compute is None,
+        )
         ctx.inner = math.prod(shape) if x.is_contiguous() else None
         settings = number_of_copies, quantizer, ctx.dims
         first, second = save_copies(x, Statistics(None, rstd, ctx.inner), *settings)

@@ -37,8 +37,8 @@ class Guarded:
 
     def __prepare_scriptable__(self):
         raise InputError(
-            f"torch.jit.script: expected torch's layers, got fewbit's {type(self).__name__}; call fewbit.restore_ first, "
-            "which undoes compress_"
+            f"torch.jit.script: expected torch's layers, got fewbit's {type(self).__name__}; call fewbit.restore_ first "
+            "if compress_ has made it, else use torch's class"
         )
 
 

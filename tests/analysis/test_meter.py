@@ -269,6 +269,41 @@ def test_a_mapping_is_one_argument_of_a_forward_that_lacks_a_name():
         assert saved_bytes(Model(3, 3), batch).by_kind() == {"input": 24}
 
 
+class Wrapper(nn.Module):
+    """A module such as those of peft, whose forward passes all arguments on."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def test_a_mapping_gives_keywords_to_a_forward_that_passes_all_on():
+    assert saved_bytes(Wrapper(nn.Linear(3, 3)), {"input": torch.randn(2, 3)}).total == 24
+
+
+def test_a_forward_without_a_signature():
+    class Model(nn.Module):
+        forward = staticmethod(torch.relu)
+
+    with pytest.raises(TypeError, match="relu"):
+        saved_bytes(Model(), {"input": torch.randn(2, 3)})
+
+
+@pytest.mark.parametrize("name", ["place", "compiled", "self_"])
+def test_names_of_arguments_of_compiled_modules(name):
+    class Model(nn.Linear):
+        def forward(self, **inputs):
+            return super().forward(inputs[name])
+
+    model = nn.ModuleList([Model(3, 3)])
+    model[0].compile(backend="eager")
+    x = torch.randn(2, 3)
+    assert saved_bytes(lambda: model[0](**{name: x})).total == 24
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_keeps_its_inputs(reentrant):
     model, head = mlp(), nn.Linear(4, 4)

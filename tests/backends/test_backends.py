@@ -371,9 +371,8 @@ def test_an_old_driver_means_the_reference_backend_and_one_warning(monkeypatch):
         RuntimeWarning, match="^fewbit uses its slower reference .* on cuda:0: the driver"
     ):
         assert backends.on[torch.device("cuda", 0)] is reference
-    assert (
-        backends.on[torch.device("cuda", 0)] is reference
-    )  # and no second warning, which would be an error
+    # A second warning would be an error.
+    assert backends.on[torch.device("cuda", 0)] is reference
 
 
 def test_without_cuda_kernels_the_reason_is_said():

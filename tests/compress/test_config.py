@@ -115,7 +115,7 @@ def test_fixed_bits_have_no_average_with_overrides():
         (lambda: fewbit.AdaptiveBits(2, 0), "interval: expected a positive whole number, got 0"),
         (lambda: fewbit.Budget("6 apples"), "budget: expected a positive whole number of bytes, or a size such as '6 GiB'"),
         (lambda: fewbit.Budget("1.5"), "(units are powers of 1024, GB as well as GiB), got '1.5'"),
-        (lambda: fewbit.Budget("1 Mb"), "got '1 Mb'; a small b stands for bits, a large B for bytes"),
+        (lambda: fewbit.Budget("1 Mb"), "got '1 Mb'; Mb counts bits, write MB for bytes"),
         (lambda: fewbit.Budget(True), "budget: expected a positive whole number of bytes, or a size such as '6 GiB'"),
         (lambda: fewbit.ErrorBound(0), "e2: expected a finite number above 0, got 0"),
         (lambda: fewbit.ErrorBound(float("inf")), "e2: expected a finite number above 0, got inf"),

@@ -77,6 +77,16 @@ def test_a_sample_that_is_part_of_a_larger_tensor_counts_for_itself():
     assert ours == alone
 
 
+def test_a_mapping_in_a_tuple_is_one_input():
+    class Model(nn.Linear):
+        def forward(self, input):
+            return super().forward(input["input"])
+
+    sample = ({"input": normal((4, 8))},)
+    saved = fewbit.compress_(Model(8, 8), 4, sample=sample, verbose=False).report.saved
+    assert saved == ({"Model": 128}, {"Model": 32})
+
+
 def test_bytes_by_class_in_order_without_rows_of_nothing():
     """Classes that save bytes now come first, then those that saved some before; rows of 0.00 twice are summed up."""
     mib = 2**20
@@ -123,6 +133,7 @@ class Calls(nn.Module):
     "model, has_sample, is_shown",
     [
         (nn.TransformerEncoderLayer(64, 2, 64), False, False),
+        (nn.TransformerEncoderLayer(64, 2, 64, activation=torch.square), True, True),
         (Calls(torch.relu), False, True),
         (Calls(torch.relu), True, False),
         (Calls(torch.square), True, True),

@@ -552,6 +552,7 @@ def test_modules_are_torchs(layer):
         converted, before = nn.Sequential(theirs), repr(theirs)
         fewbit.compress_(converted, 2, verbose=False)
         assert isinstance(theirs, type(ours)) and ("bits=" in repr(theirs)) == layer.has_copies
+        assert not layer.has_copies or f"bits={theirs.quantizer.mean_bits}" in repr(theirs)
         fewbit.restore_(converted)
         assert type(theirs) is getattr(nn, layer.name) and repr(theirs) == before
     inputs = needing(layer.inputs())

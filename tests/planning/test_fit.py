@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections import UserDict
 from functools import partial
 
 import numpy as np
@@ -491,17 +492,18 @@ def test_a_unet_of_diffusers():
 
 @pytest.mark.slow
 def test_a_model_without_blocks():
-    """The result says that there are none, and an error says what would help."""
+    """The result says that there are none, and an error says what would help. The sample may be any mapping."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
     ).train()
-    x = torch.randn(2048, WIDTH)
+    sample = UserDict(input=torch.randn(2048, WIDTH))
 
     def fitted(memory):
-        return fit(model, x, memory, loss=mean_loss)
+        return fit(model, sample, memory, loss=lambda model, batch: model(**batch).square().mean())
 
     found = fitted(2**30)
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert found.settings.blocks == {} and found.code == ""
     assert any(note.startswith("no blocks were found") for note in found.notes)
     with pytest.raises(InputError, match="blocks to compute again") as error:

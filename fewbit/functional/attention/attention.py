@@ -195,7 +195,7 @@ class _Attention(SavingFunction):
         ctx.shape, ctx.dtype, ctx.device = value.shape, value.dtype, value.device
         factors = {
             "query": quantizer.quantize(query, features=_FEATURES),
-            "key": _without_mean(quantizer, key, 1),
+            "key": _quantize_without_mean(quantizer, key, 1),
             "value": None,
         }
         # The gradient of the value does not depend on the value itself.
@@ -203,7 +203,7 @@ class _Attention(SavingFunction):
             if how.dropout_p > 0:  # gradients depend on the mean
                 own = quantizer.quantize_independent(value, key, query, features=_FEATURES)
             else:
-                own = _without_mean(quantizer, value, 2)
+                own = _quantize_without_mean(quantizer, value, 2)
             factors["value"] = own
         y, *weights = results
         y = copies.keep(ctx, y, mask=mask, bias=bias, state=state, **factors)
@@ -228,7 +228,7 @@ class _Attention(SavingFunction):
         return *[next(gradients) if is_needed else None for is_needed in ctx.needs], None, None
 
 
-def _without_mean(quantizer: Quantizer, x, slot: int):
+def _quantize_without_mean(quantizer: Quantizer, x, slot: int):
     """Quantize keys or values minus their mean over the keys, which often is their largest part, unless x is computed again.
 
     No gradient depends on the mean: it changes all scores of a query, or all gradients of its probabilities, by one number.

@@ -98,12 +98,7 @@ class ErrorBoundProbe(VarianceProbe):
 
     def _passed(self, number, leaving, arriving) -> None:
         self._begins()
-        if (
-            not self.is_void
-            and number in self._calls
-            and self._is_open
-            and _are_dense((*leaving, *arriving))
-        ):
+        if number in self._calls and self._is_open and _are_dense((*leaving, *arriving)):
             sizes = norm(leaving[:1]), norm(arriving[:1])
             if None not in sizes:
                 self._passes[number] = sizes
@@ -111,8 +106,6 @@ class ErrorBoundProbe(VarianceProbe):
     def probe(self, number: int, backward, context, grads, results, slots) -> None:
         """See `assignment.Probe.probe`."""
         self._begins()
-        if self.is_void:
-            return
         results = _as_tuple(results)
         if not self._is_open or not _are_dense((*grads, *results)):
             self.reached(slots)

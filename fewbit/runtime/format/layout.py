@@ -60,10 +60,12 @@ def dense_stride(x: torch.Tensor) -> tuple[int, ...]:
 def pointwise_stride(x: torch.Tensor) -> tuple[int, ...] | None:
     """Return the strides that every pointwise function of torch gives its result for x; None if they may vary.
 
-    They may if x has gaps between its elements, or dimensions of size 0 or 1 and is not contiguous.
+    They may if x has gaps between its elements, or dimensions of size 0 or 1 and is not contiguous. One channels-last
+    image is clear.
     """
     shape, stride = x.shape, x.stride()
-    is_clear = stride == contiguous_stride(shape) or not (0 in shape or 1 in shape)
+    sizes = shape[1:] if x.dim() == 4 and is_channels_last(x) else shape
+    is_clear = stride == contiguous_stride(shape) or not (0 in shape or 1 in sizes)
     return stride if is_clear and is_dense(x) else None
 
 

@@ -159,7 +159,7 @@ class VarianceProbe:
 
     def _begins(self) -> None:
         if torch.compiler.is_compiling():  # compiled autograd takes no callback
-            self.is_void = True
+            self.is_void, self._is_open = True, False
         elif self._is_open and not self._runs:
             self._runs = True
             torch.autograd.Variable._execution_engine.queue_callback(_End(self))

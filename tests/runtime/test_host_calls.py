@@ -55,15 +55,15 @@ BUDGETS = {  # name: (layers, shape of the input, calls of the forward, of the b
     "linear": (lambda: [nn.Linear(64, 64)], TOKENS, 81, 27, 128, 29),
     "conv": (lambda: [nn.Conv2d(8, 8, 3)], IMAGES, 90, 20, 137, 22),
     "layer norm": (lambda: [nn.LayerNorm(64)], TOKENS, 106, 32, 153, 35),
-    "rms norm": (lambda: [nn.RMSNorm(64)], TOKENS, 109, 31, 156, 33),
-    "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 125, 43, 184, 47),
+    "rms norm": (lambda: [nn.RMSNorm(64)], TOKENS, 109, 30, 156, 32),
+    "group norm": (lambda: [nn.GroupNorm(2, 8)], IMAGES, 124, 43, 183, 47),
     "conv, batch norm, ReLU": (conv_bn_relu, IMAGES, 250, 84, 331, 88),
     "linear, GELU": (lambda: [nn.Linear(64, 64), nn.GELU()], TOKENS, 154, 47, 233, 51),
-    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 80, 35, 104, 35),
+    "dropout": (lambda: [nn.Dropout(0.5)], TOKENS, 79, 34, 103, 34),
     "max pool": (lambda: [nn.MaxPool2d(2)], IMAGES, 167, 69, 191, 69),
     "softmax": (lambda: [nn.Softmax(-1)], TOKENS, 104, 13, 143, 13),
-    "attention": (lambda: [Attention()], (4, 4, 16, 16), 163, 115, 256, 121),
-    "block": (lambda: [Block()], TOKENS, 593, 325, 866, 349),
+    "attention": (lambda: [Attention()], (4, 4, 16, 16), 161, 115, 254, 121),
+    "block": (lambda: [Block()], TOKENS, 591, 325, 864, 349),
 }
 FILES_OF_LINEAR, OWN_OF_LINEAR = 20, (32, 10)
 

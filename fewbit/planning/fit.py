@@ -11,6 +11,7 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from fewbit.analysis.gradients import (
     check_loss,
@@ -20,7 +21,7 @@ from fewbit.analysis.gradients import (
     tensors_of,
     with_dict,
 )
-from fewbit.analysis.unchanged import unchanged
+from fewbit.analysis.unchanged import alone, unchanged
 from fewbit.checkpointing import CHECKPOINTING, uncheckpoint_
 from fewbit.config import check_verbose
 from fewbit.convert.chunked_loss import unchunk_loss_
@@ -138,7 +139,8 @@ def _fitted(
         raise InputError(f"error: expected a number of at least 0, got {shorten(error)}")
     if not isinstance(accumulates, bool):
         raise InputError(f"accumulates: expected True or False, got {shorten(accumulates)}")
-    sample = with_dict(sample)
+    # The meter would count all of a tensor of which the sample is a slice.
+    sample = tree_map(alone, with_dict(sample))
     if not size_of(sample, "sample"):
         raise InputError("sample: expected at least one sample, got none")
     processes = Processes.of(parallel)

@@ -217,9 +217,14 @@ class TrainingPlan(Document):
             return self._range(row.seconds_least, row.seconds_most)
 
         exact_passes = self._range(self.exact_seconds_least, self.exact_seconds_most)
+        policy = _column(
+            "policy", lambda row: row.policy, "exact", kind="name", least=14, once=True
+        )
+        has_policies = any(row.policy for row in self.rows)
+        of_exact = "" if has_policies else "exact"
         columns = (
-            _column("policy", lambda row: row.policy, "exact", kind="name", least=14, once=True),
-            _column("setting", setting, kind="name", least=19),
+            *([policy] if has_policies else []),
+            _column("setting", setting, of_exact, kind="name", least=19),
             _column(
                 unit[0], lambda row: amount(row.saved_bytes, unit), amount(self.exact_bytes, unit)
             ),
@@ -284,7 +289,7 @@ def _column(title: str, cell: Callable[[Planned], str], exact: str = "", **optio
 
 
 def _name(row: Planned) -> str:
-    return f"{row.policy} at {row.label}"
+    return f"{row.policy} at {row.label}" if row.policy else row.label
 
 
 def _times(whole: int, part: int) -> str:

@@ -237,3 +237,11 @@ def test_ticks_are_plain_numbers_and_enough(sizes, ticks):
     assert [float(text) for text in shown] == pytest.approx(list(axes.get_xticks()))
     low, high = axes.get_xlim()
     assert all(low < item < high for item in (*axes.get_xticks(), *axes.lines[0].get_xdata()))
+
+
+def test_settings_without_names_of_policies():
+    text = plain(made(("", 4, 500, 0.01), ("", 2, 250, 0.5)), 100)
+    assert text.startswith("Net<1>: 4 bits saves 500 B in place of")
+    table = [line.split() for line in text.splitlines()]
+    assert ["setting", "KiB"] in [line[:2] for line in table]
+    assert {"exact", "4", "2"} <= {line[0] for line in table if line}

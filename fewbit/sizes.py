@@ -9,7 +9,7 @@ from fewbit.printable import shorten
 
 MB, GB = 2**20, 2**30
 LONGEST_SIZE = 60  # characters
-_BITS = re.compile(r"\s*[\d.]+\s*[KMGT]i?b\s*")
+_BITS = re.compile(r"\s*[\d.]+\s*([KMGT]i?)b\s*")
 UNITS = {"B": 1, "KB": 2**10, "MB": MB, "GB": GB, "TB": 2**40}
 
 
@@ -32,21 +32,19 @@ def parse_size(text: str) -> int:
     Raises:
         FewbitError: The text has another form, counts bits, as Mb does, or the size is less than one byte.
     """
-    match = None
-    if len(text) <= LONGEST_SIZE and not hint_of_bits(text):
+    match, hint = None, hint_of_bits(text)
+    if len(text) <= LONGEST_SIZE and not hint:
         match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(b|[kmgt]i?b)", text.strip().lower())
     size = int(float(match[1]) * UNITS[match[2].upper().replace("I", "")]) if match else 0
     if size < 1:
         raise FewbitError(
             "expected a size such as 32GB or 11264MB (units are powers of 1024, GB as well as GiB), "
-            f"got {shorten(text)}{hint_of_bits(text)}"
+            f"got {shorten(text)}{hint}"
         )
     return size
 
 
 def hint_of_bits(text) -> str:
     """Return the end of an error message if a text is a number of bits, such as `1 Mb`, else ""."""
-    if not (isinstance(text, str) and _BITS.fullmatch(text)):
-        return ""
-    unit = text.rstrip()[:-1].lstrip(" \t.0123456789")
-    return f"; {unit}b counts bits, write {unit}B for bytes"
+    match = _BITS.fullmatch(text) if isinstance(text, str) else None
+    return f"; {match[1]}b counts bits, write {match[1]}B for bytes" if match else ""

@@ -189,7 +189,7 @@ class FunctionQuantizers:
 
     @property
     def has_attention(self) -> bool:
-        """Whether a function of attention has been called so far."""
+        """Return whether a function of attention has been called so far."""
         return any(name in _NAMES_OF_ATTENTION for _, name in self.own)
 
     def call(self, ours, family, theirs, args, kwargs, path: str):

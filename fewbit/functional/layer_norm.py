@@ -291,14 +291,10 @@ class RMSNormFunction(SavingFunction):
 
     @staticmethod
     def forward(ctx, x, shape, weight, eps, compute, offset, number_of_copies, quantizer):
-        scale = offset + weight.float() if offset else weight
+        scale = _scale(weight, offset)
         y, rstd = compute(x, scale, eps) if compute else _fused_rms_norm(x, shape, weight, eps)
-        ctx.shape, ctx.dims, ctx.offset, ctx.is_torchs = (
-            shape,
-            _last(shape),
-            offset,
-            compute is None,
-        )
+        ctx.shape, ctx.dims = shape, _last(shape)
+        ctx.offset, ctx.is_torchs = offset, compute is None
         ctx.inner = math.prod(shape) if x.is_contiguous() else None
         settings = number_of_copies, quantizer, ctx.dims
         first, second = save_copies(x, Statistics(None, rstd, ctx.inner), *settings)
@@ -321,7 +317,7 @@ class RMSNormFunction(SavingFunction):
         first, second = dequantize_copies(kept)
         grad, grad_x, grad_weight = grad.to(first.dtype), None, None
         if needs_x:
-            g = weighted(grad, ctx.offset + weight.float() if ctx.offset else weight)
+            g = weighted(grad, _scale(weight, ctx.offset))
             grad_x = input_gradient(g, first, second, rstd, ctx.dims, centered=False)
         if needs_weight:
             grad_weight = sums.over_rows(grad * first, len(ctx.shape))
@@ -330,10 +326,13 @@ class RMSNormFunction(SavingFunction):
     @staticmethod
     def gradient_errors(ctx, kept, grad, results, errors):
         """Return the errors in docs/concepts/theory/ac_gc.md, section 6."""
-        scale = kept.tensor("weight")
-        if ctx.offset and scale is not None:
-            scale = ctx.offset + scale.float()
+        scale = _scale(kept.tensor("weight"), ctx.offset)
         return gradient_errors.of_norm(ctx, kept, grad, errors, scale)
+
+
+def _scale(weight, offset: float):
+    """Return weight + offset; None without a weight."""
+    return offset + weight.float() if offset and weight is not None else weight
 
 
 class _GroupNorm(SavingFunction):

@@ -137,14 +137,13 @@ class _Search:
         fitting = longest_batch = longest = None
         if self.capacity is not None:
             fitting = found.size <= self.capacity
-            failed = {}
-            longest_batch = self._largest(training, 0, self.size, found.size, failed)
-            if longest_batch + 1 in failed:
-                self.limits.append(failed[longest_batch + 1])
+            longest_batch, limit = self._largest(training, 0, self.size, found.size)
+            if limit is not None:
+                self.limits.append(limit)
             if self.sequence_dim is not None:
                 most = None if self.most is None else max(self.most, self.length)
                 place = self.sequence_dim, self.length
-                longest = self._largest(training, *place, found.size, {}, most)
+                longest, _ = self._largest(training, *place, found.size, most)
         return FitRow(
             setting=name,
             **{part: found.parts.get(part, 0) for part in PARTS},
@@ -157,15 +156,16 @@ class _Search:
             largest_sequence=longest,
         )
 
-    def _largest(self, training, dim: int, size: int, peak: int, failed: dict, most=None) -> int:
-        """Return the largest size of a dimension with which a step fits, and add exceptions of sizes to `failed`.
+    def _largest(self, training, dim: int, size: int, peak: int, most=None) -> tuple:
+        """Return the largest size of a dimension with which a step fits, and the exception of the next size, or None.
 
         `size` has the given peak.
         """
+        failed = {}
         peak_of = partial(_peak, training, self.batch, dim, failed)
         found = largest(peak_of, size, peak, self.capacity, most)
         self.done()
-        return found
+        return found, failed.get(found + 1)
 
 
 def _peak(training: FakeTraining, batch, dim: int, failed: dict[int, str], size: int) -> int | None:

@@ -34,10 +34,6 @@ MOST_RATIO = 1e250
 """The largest quotient of two squared norms that is stored."""
 
 
-_OF_NORMS = "name input average is_fixed is_known elements samples dtype_bytes quantizer".split()
-"""The fields that a `TensorEstimate` has from the latest `TensorNorms`."""
-
-
 class ConstraintRow(NamedTuple):
     """V^2, first^2 and second^2 of one measured `GradientConstraint`."""
 
@@ -260,10 +256,20 @@ def updated_slot(before: TensorEstimate | None, now: TensorNorms, total: float) 
         weighed = min(weighed + 1, HISTORY)
         pairs = zip(weights, now.channel_weights, strict=True)
         weights = tuple(old + (new - old) / weighed for old, new in pairs)
-    latest = {name: getattr(now, name) for name in _OF_NORMS}
-    constraints = _updated_constraints({} if before is None else before.constraints, now, total)
-    own = {"weights": weights, "weighed": weighed, "constraints": constraints}
-    return TensorEstimate(**latest, spreads=_latest(spreads, spread), **own)
+    return TensorEstimate(
+        *now.key,
+        now.average,
+        now.is_fixed,
+        now.is_known,
+        now.elements,
+        now.samples,
+        now.dtype_bytes,
+        _latest(spreads, spread),
+        weights,
+        weighed,
+        _updated_constraints({} if before is None else before.constraints, now, total),
+        quantizer=now.quantizer,
+    )
 
 
 def updated(before: Mapping, now: Mapping, update: Callable) -> dict:

@@ -32,8 +32,13 @@ class Change(NamedTuple):
     name: str
 
 
-Choice = Change | Selected | SkippedModule
-"""A `Selected` stands for a module that its user made from a class of fewbit, which keeps its settings and shares copies with others."""
+class Joining(NamedTuple):
+    """A module that its user made from a class of fewbit. It keeps its settings, and shares copies with the converted ones."""
+
+    selected: Selected
+
+
+Choice = Change | Joining | SkippedModule
 
 
 def choices_for(model: nn.Module, selected: list[Selected], whole: bool) -> list[Choice]:
@@ -90,7 +95,7 @@ def _left_alone(selected: Selected, name: str, whole: bool) -> SkippedModule | N
 def _choice_again(selected: Selected, whole: bool) -> Choice | None:
     _, module, _, settings = selected
     if isinstance(module, Quantized):
-        return selected if whole else None
+        return Joining(selected) if whole else None
     original = vars(module).get(ORIGINAL)
     if original is None or settings is None or isinstance(module, PreActivation):
         return few_bit_already(selected)

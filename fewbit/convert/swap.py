@@ -13,7 +13,7 @@ from torch import nn
 from fewbit.convert import kinds, transformers_attention, transformers_modules, transformers_norms
 from fewbit.convert.conversion_report import ConvertedModule, Report, SkippedModule
 from fewbit.convert.function_mode import FunctionMode
-from fewbit.convert.module_choices import ORIGINAL, Choice, choices_for, few_bit_already
+from fewbit.convert.module_choices import ORIGINAL, Choice, Joining, choices_for, few_bit_already
 from fewbit.convert.module_settings import ResolvedSettings
 from fewbit.convert.recurrent import StepwiseLSTM
 from fewbit.convert.select import Selected, Selection, settings_by_module
@@ -175,12 +175,11 @@ def _apply(choice: Choice, context: ForwardContext) -> ConvertedModule | Skipped
     """Do what was chosen for a module, and return its row of the report."""
     if isinstance(choice, SkippedModule):
         return choice
-    if isinstance(choice, Selected):
-        path, module, _, settings = choice
+    path, module, attribute, settings = choice.selected
+    if isinstance(choice, Joining):
         fuses = settings is not None and settings.fuses_norms
         module.quantizer = module.quantizer.copy_for(path, context=context, fuse=fuses)
-        return few_bit_already(choice)
-    path, module, attribute, settings = choice.selected
+        return few_bit_already(choice.selected)
     held = choice.held
     if attribute is not None:
         vars(module).setdefault(_FUNCTIONS, {})[attribute] = getattr(module, attribute)

@@ -291,7 +291,7 @@ class RMSNormFunction(SavingFunction):
 
     @staticmethod
     def forward(ctx, x, shape, weight, eps, compute, offset, number_of_copies, quantizer):
-        scale = _scale(weight, offset)
+        scale = _shifted(weight, offset) if offset else weight
         y, rstd = compute(x, scale, eps) if compute else _fused_rms_norm(x, shape, weight, eps)
         ctx.shape, ctx.dims = shape, _last(shape)
         ctx.offset, ctx.is_torchs = offset, compute is None
@@ -317,7 +317,7 @@ class RMSNormFunction(SavingFunction):
         first, second = dequantize_copies(kept)
         grad, grad_x, grad_weight = grad.to(first.dtype), None, None
         if needs_x:
-            g = weighted(grad, _scale(weight, ctx.offset))
+            g = weighted(grad, _shifted(weight, ctx.offset) if ctx.offset else weight)
             grad_x = input_gradient(g, first, second, rstd, ctx.dims, centered=False)
         if needs_weight:
             grad_weight = sums.over_rows(grad * first, len(ctx.shape))
@@ -326,12 +326,12 @@ class RMSNormFunction(SavingFunction):
     @staticmethod
     def gradient_errors(ctx, kept, grad, results, errors):
         """Return the errors in docs/concepts/theory/ac_gc.md, section 6."""
-        scale = _scale(kept.tensor("weight"), ctx.offset)
+        scale = _shifted(kept.tensor("weight"), ctx.offset)
         return gradient_errors.of_norm(ctx, kept, grad, errors, scale)
 
 
-def _scale(weight, offset: float):
-    """Return weight + offset; None without a weight."""
+def _shifted(weight, offset: float):
+    """Return weight + offset; None without a weight. In the hot path, norms without an offset save the call."""
     return offset + weight.float() if offset and weight is not None else weight
 
 
